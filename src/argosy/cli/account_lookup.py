@@ -46,8 +46,8 @@ RouteFlags = Annotated[
     list[str] | None,
     typer.Option(
         "--flag",
-        help="Flag that routes can match, or `no-speculation`, `stream-pacing-tokens` or `stream-pacing-interval`."
-        " May be repeated.",
+        help="Flag that routes can match, or `no-speculation`, `keep-alive`, `stream-pacing-tokens` or"
+        " `stream-pacing-interval`. May be repeated.",
     ),
 ]
 DEFAULT_NAME = "default"

@@ -19,6 +19,7 @@ from argosy.fleet import ReplicaGroup, runtime_folder
 from argosy.fleet.launchers import LaunchedReplica
 from argosy.policy.reconciliation import LaunchState
 from argosy.process import handle_signals, raise_file_limit, run_in_daemon_thread
+from argosy.settings import parse_size
 from argosy.telemetry import configure_logging
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class LocalFleet:
         )
         if not await self._prepare_auth() or not await self._wait_for_replicas(fleet, keep_task):
             return
+        await self._check_memory(fleet)
         self._gateway = gateway
         gateway_task = asyncio.create_task(gateway.run(listen_sockets))
         await asyncio.wait({gateway_task, keep_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -205,6 +207,20 @@ class LocalFleet:
             return False
         finally:
             stop_task.cancel()
+
+    async def _check_memory(self, fleet: ReplicaFleet) -> None:
+        """Raise ValueError if a model needs more memory than all models together may have."""
+        from argosy.fleet.control import fetch_awake_bytes
+
+        if self.model_memory is None:
+            return
+        for model, replicas in (await fleet.list_replicas()).items():
+            sizes = [await fetch_awake_bytes(each.url or "") for each in replicas]
+            if sum(sizes) > parse_size(self.model_memory):
+                raise ValueError(
+                    f"{model.names[0]} needs {sum(sizes) / 2**20:,.0f} MiB while it is awake, more than --model-memory "
+                    f"{self.model_memory}; raise it, or lower --kv-memory"
+                )
 
     def _show_progress(self, replicas: Sequence[LaunchedReplica]) -> None:
         loading = [replica for replica in replicas if replica.activity and not _is_ready(replica)]

@@ -11,6 +11,8 @@ from argosy.store import Role, RoleScope, Tier
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers by rank. Rank 0 is the highest priority."""
 
+KEEP_ALIVE_FLAG = "keep-alive"
+"""Flag of a project or key whose requests may say how long a model stays awake."""
 NO_SPECULATION_FLAG = "no-speculation"
 """Flag of projects and keys whose requests are computed without drafts."""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from argosy.gateway.pool import ModelStartup, Pool, change_sleep
 from argosy.gateway.proxy import DemandReport, ModelDemand
-from argosy.policy import ReplicaStatus, Residency, ResidentModel, decide_residency
+from argosy.policy import LOWEST_TIER, ReplicaStatus, Residency, ResidentModel, decide_residency
 from argosy.protocol import LoadResponse
 
 CHECK_INTERVAL_S = 0.1
@@ -24,7 +25,11 @@ RETRY_INTERVAL_S = 5.0
 """Time after a failure to wake a model up or to put it to sleep, in which it is left alone."""
 DRAIN_DEADLINE_S = 30.0
 """How long the running requests of a model may take when its memory is needed. The rest continues when it is awake."""
+USAGE_DELAY_S = 4.0
+"""Time after which the reported memory of a replica that has fallen asleep is that of its sleep."""
 MIN_WAITING_S = 0.001
+MAX_COUNTED_TENANTS = 8
+"""Tenants whose waiting requests count, each once, so that no number of requests keeps another model from waking up."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -63,7 +68,7 @@ class ResidencyManager:
         self._read_demand = read_demand
         self._memory_bytes = memory_bytes
         self._entries: dict[Pool, _Entry] = {}
-        self._misfits: set[str] = set()
+        self._misfits: Mapping[str, int] = {}
 
     async def run(self) -> None:
         """Decide again and again, until cancelled."""
@@ -92,15 +97,15 @@ class ResidencyManager:
             and (model := self._observe(pools[demand.model], demand, now)) is not None
         ]
         decision = decide_residency(models, self._memory_bytes, now)
-        for name in decision.misfits:
-            if name not in self._misfits:
-                log.warning(
-                    "model_exceeds_memory",
-                    model=name,
-                    memory_bytes=self._memory_bytes,
-                    remedy="raise model_memory, or lower the KV memory of the models",
-                )
-        self._misfits = set(decision.misfits)
+        for name in decision.misfits.keys() - self._misfits.keys():
+            log.warning(
+                "model_exceeds_memory",
+                model=name,
+                memory_bytes=self._memory_bytes,
+                available_bytes=decision.misfits[name],
+                remedy="raise model_memory, or lower the KV memory of the models",
+            )
+        self._misfits = decision.misfits
         for name in decision.sleeps:
             self._begin(pools[name], Residency.FALLING_ASLEEP, now)
         for name in decision.wakes:
@@ -125,7 +130,7 @@ class ResidencyManager:
         elif entry.task is None and entry.residency is not found:
             entry.residency, entry.since = found, now
         reports = [replica.report for replica in replicas if replica.report is not None]
-        is_reported = all(
+        is_reported = now - entry.since >= USAGE_DELAY_S and all(
             report.sleep_level or status is not ReplicaStatus.SLEEPING
             for report, status in zip(reports, statuses, strict=True)
         )
@@ -136,23 +141,28 @@ class ResidencyManager:
             entry.idle_since = None
         elif entry.idle_since is None:
             entry.idle_since = now
-        waiting_s = demand.queued_requests * max(MIN_WAITING_S, demand.queue_age_s)
+        tenants = min(MAX_COUNTED_TENANTS, demand.queued_tenants)
+        waiting_s = tenants * max(MIN_WAITING_S, demand.queue_age_s)
         if now - pool.unserved_at < RETRY_INTERVAL_S:
             waiting_s += MIN_WAITING_S
         sleep, awake_bytes = pool.sleep, sum(report.awake_bytes for report in reports)
-        is_blocked = now < entry.retry_at
+        is_blocked = now < entry.retry_at  # it neither wakes up nor falls asleep
+        keep_alive_s = sleep.after_s if pool.keep_alive_s is None else pool.keep_alive_s
         return ResidentModel(
             name=pool.model,
             residency=entry.residency,
-            since=entry.since,
+            since=now if is_blocked else entry.since,
             awake_bytes=awake_bytes,
             asleep_bytes=min(entry.asleep_bytes, awake_bytes),
             reload_s=max(report.wake_s for report in reports) or DEFAULT_RELOAD_S,
             waiting_s=0.0 if is_blocked else waiting_s,
+            longest_wait_s=demand.queue_age_s,
+            waiting_tier=LOWEST_TIER if demand.queued_tier is None else demand.queued_tier,
+            served_tier=demand.served_tier,
             rate=sum(demand.arrived) / max(1, len(demand.arrived)),
-            idle_since=entry.idle_since,
-            keep_alive_s=pool.keep_alive_s if pool.keep_alive_s is not None else sleep.after_s,
-            is_pinned=sleep.pinned or (is_blocked and entry.residency is Residency.AWAKE),
+            idle_since=None if is_blocked else entry.idle_since,
+            keep_alive_s=keep_alive_s,
+            is_pinned=sleep.pinned or keep_alive_s == math.inf,
         )
 
     def _begin(self, pool: Pool, residency: Residency, now: float) -> None:
@@ -204,9 +214,18 @@ class ResidencyManager:
         reports = [each.report for each in pool.replicas.values() if each.report is not None]
         is_waking = entry.residency is Residency.WAKING
         wake_s = max((report.wake_s for report in reports), default=0.0)
-        pool.wake_s = (wake_s or DEFAULT_RELOAD_S) if now >= entry.retry_at else None
+        available_bytes, problem = self._misfits.get(pool.model), ""
+        if available_bytes is not None:
+            needed_bytes = sum(report.awake_bytes for report in reports)
+            problem = (
+                f"needs {needed_bytes / 2**20:,.0f} MiB of memory, of which model_memory leaves it"
+                f" {available_bytes / 2**20:,.0f} MiB. Use another model, or ask for a larger model_memory."
+            )
+        may_wake = now >= entry.retry_at and not problem
+        pool.wake_s = (wake_s or DEFAULT_RELOAD_S) if may_wake else None
         startup = ModelStartup(
-            state="starting" if is_waking else "stopped",
+            state="failing" if problem else "starting" if is_waking else "stopped",
+            problem=problem,
             expected_s=wake_s or None,
             started_at=time.time() - (now - entry.since) if is_waking else None,
         )

@@ -37,6 +37,7 @@ from argosy.policy.event_prefix_index import (
     compute_block_names,
 )
 from argosy.policy.fair_queue import (
+    LOWEST_TIER,
     PROMOTION_INTERVAL,
     DispatchQueue,
     TenantBacklog,

@@ -182,6 +182,16 @@ class DispatchQueue(Generic[T]):
                 counts[tenant] = counts.get(tenant, 0) + tenant_queue.count
         return counts
 
+    @property
+    def highest_tier(self) -> int | None:
+        """Rank of the highest tier of which a request waits; None if none waits."""
+        return next((number for number, tier in enumerate(self._tiers) if tier.queued), None)
+
+    @property
+    def tenant_count(self) -> int:
+        """Number of tenants with waiting requests. One counts once for each tier."""
+        return sum(len(tier.ring) for tier in self._tiers)
+
     def oldest_arrival(self) -> float | None:
         """Return when the oldest waiting request arrived; None if none waits."""
         return min(

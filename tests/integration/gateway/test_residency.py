@@ -27,7 +27,7 @@ from argosy.deployment import (
 )
 from argosy.engine.serving.text import Tokenizer
 
-AWAKE_BYTES = 1000
+AWAKE_BYTES = 2 << 20
 REPLIES = [f"Hello there, I am number {number}." for number in range(5)]
 
 
@@ -113,13 +113,25 @@ async def test_idle_model_sleeps_at_its_level_and_streams_learn_of_its_waking(
 
 
 async def test_keep_alive_of_ollama_decides_for_operators(tokenizer: Tokenizer) -> None:
+    """Two models in the memory of one: one that is pinned leaves none for the other, which is refused by name."""
+
+    async def load(keep_alive: object, number: int = 0) -> httpx2.Response:
+        body = {"model": f"m{number}", "keep_alive": keep_alive}
+        return await client.post("/api/generate", json=body)
+
+    async with run_models(tokenizer, 2, SleepConfig(), AWAKE_BYTES) as (engines, client):
+        await until(lambda: count_awake(engines) == 1)
+        await load(-1, 1)
+        await until(lambda: engines[0].sleep_level)
+        refused = await ask(client, 0)
+        while refused.status_code == 200:
+            refused = await ask(client, 0)
+        assert refused.status_code == 503
+        assert "'m0' needs 2 MiB of memory, of which model_memory leaves it 0 MiB" in refused.text
+        await load("5m", 1)
+        while (await ask(client, 0)).status_code != 200:
+            pass
     async with run_models(tokenizer, 2, SleepConfig()) as ((engine, other), client):
-
-        async def load(keep_alive: object) -> httpx2.Response:
-            return await client.post(
-                "/api/generate", json={"model": "m0", "keep_alive": keep_alive}
-            )
-
         assert (await load(0)).json()["done_reason"] == "unload"
         await until(lambda: engine.sleep_level)
         assert "x-argosy-ignored-fields" not in (await load("5m")).headers

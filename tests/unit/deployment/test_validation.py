@@ -214,6 +214,30 @@ def test_contradiction_names_file_of_the_setting(tmp_path: Path) -> None:
         load_fleet([base, overlay])
 
 
+@pytest.mark.parametrize(
+    ("memory", "sleep", "fits"),
+    [("1KiB", "{}", False), ("1GiB", "{}", True), ("1KiB", "null", True)],
+)
+def test_model_that_exceeds_the_memory_is_refused_by_name(
+    memory: str,
+    sleep: str,
+    fits: bool,
+    tmp_path: Path,
+) -> None:
+    write_small_model(tmp_path / "model", weights=b"x" * 2048)
+    file = tmp_path / "fleet.yaml"
+    pools = f"pools: [{{name: chat, model: chat, sleep: {sleep}}}]"
+    file.write_text(f"models: [{{name: chat, source: ./model}}]\nmodel_memory: {memory}\n{pools}\n")
+    if fits:
+        assert load_fleet([file]).model_memory == memory
+        return
+    with pytest.raises(
+        ValueError, match=r"model has .* MiB of weights, more than model_memory \(1KiB"
+    ) as error:
+        load_fleet([file])
+    assert str(error.value).startswith(f"{file}: models[0].source: ")
+
+
 GATED = "models: [{{name: chat, source: {}, quality_gate: required}}]\npools: [{{name: chat, model: chat}}]\n"
 
 

@@ -29,7 +29,7 @@ from argosy.model_store import (
     read_quality_report,
 )
 from argosy.models import BUNDLED_MODELS
-from argosy.settings import SettingError, SettingsDocument
+from argosy.settings import SettingError, SettingsDocument, parse_size
 from argosy.store import StoreConfig
 
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
@@ -70,6 +70,7 @@ def load_fleet(paths: Sequence[Path]) -> FleetConfig:
         where = f"{file}: models[{index}]"
         resolved = _resolve_path(_resolve_stored(model, where), file)
         _check_quality(resolved, where)
+        _check_memory(resolved, config, where)
         models.append(resolved)
     return msgspec.structs.replace(
         config,
@@ -151,6 +152,7 @@ def parse_remote_change(text: str, name: str, old: FleetConfig) -> FleetConfig:
     ]
     for index, model in enumerate(models):
         _check_quality(model, f"{name}: models[{index}]")
+        _check_memory(model, config, f"{name}: models[{index}]")
     return msgspec.structs.replace(_name_fleet(config, old.fleet), models=models)
 
 
@@ -214,11 +216,9 @@ def _check_quality(model: FleetModelConfig, where: str) -> None:
     """Check that a model whose gate requires it has a passing quality report for its digest."""
     if model.quality_gate == "off" or model.source is None:
         return
-    digest, source = model.digest or "", model.source
+    source = model.source
     try:
-        stored = open_model_store().model_path(digest)
-        path = stored or BUNDLED_MODELS.get(source) or Path(source)
-        problem = find_report_problem(read_quality_report(path), digest)
+        problem = find_report_problem(read_quality_report(_find_files(model)), model.digest or "")
     except (ModelStoreError, OSError) as error:
         problem = str(error)
     if problem is not None:
@@ -226,6 +226,31 @@ def _check_quality(model: FleetModelConfig, where: str) -> None:
             f"{where}.quality_gate: {source} cannot be served: {problem.rstrip('.')}. Quantize it again with another "
             "recipe or more calibration text, or declare a version that passes."
         )
+
+
+def _check_memory(model: FleetModelConfig, config: FleetConfig, where: str) -> None:
+    """Check that the weights of a model that sleeps fit into `model_memory`, as far as its files are here."""
+    sleeps = any(pool.model == model.name and pool.sleep is not None for pool in config.pools)
+    if config.model_memory is None or model.source is None or not sleeps:
+        return
+    try:
+        path = _find_files(model)
+        files = path.glob("*.safetensors") if path.is_dir() else [path]
+        weight_bytes = sum(file.stat().st_size for file in files)
+    except (ModelStoreError, OSError):
+        return  # its replicas find it out
+    if weight_bytes > parse_size(config.model_memory):
+        raise ValueError(
+            f"{where}.source: {model.source} has {weight_bytes / 2**20:,.0f} MiB of weights, more than model_memory "
+            f"({config.model_memory}). Raise model_memory, quantize the model, or remove `sleep` from its pool."
+        )
+
+
+def _find_files(model: FleetModelConfig) -> Path:
+    """Return the path of a model's files, which need not exist. Raises ModelStoreError if the store is damaged."""
+    source = model.source or ""
+    stored = open_model_store().model_path(model.digest or "")
+    return stored or BUNDLED_MODELS.get(source) or Path(source)
 
 
 def _name_from(path: Path) -> str:

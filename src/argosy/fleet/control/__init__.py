@@ -17,5 +17,6 @@ from argosy.fleet.control.environment import (
     read_capacity,
 )
 from argosy.fleet.control.leadership import is_gone, process_holder
+from argosy.fleet.control.replica_monitor import fetch_awake_bytes
 from argosy.fleet.control.term_journal import FleetContext
 from argosy.fleet.control.used_models import UsedModels, find_used_models

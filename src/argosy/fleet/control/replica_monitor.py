@@ -204,6 +204,13 @@ async def warm_up_replica(url: str, model: str) -> None:
         raise RuntimeError(errors[0])
 
 
+async def fetch_awake_bytes(url: str) -> int:
+    """Return the memory that a replica needs at most while it is awake; 0 if it does not report it."""
+    async with open_replica_client(url, CHECK_TIMEOUT_S) as client:
+        load = await _fetch_load(client, "/load")
+    return 0 if load is None else load.awake_bytes
+
+
 def open_replica_client(url: str, timeout_s: float) -> httpx2.AsyncClient:
     """Return an HTTP client of a replica, at `http://HOST:PORT` or `unix:PATH` with a percent-encoded path."""
     if url.startswith("unix:"):

@@ -19,7 +19,7 @@ from argosy.gateway.dialects.dialect import (
 from argosy.gateway.http_route import Handler
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool
-from argosy.gateway.principal import Principal
+from argosy.gateway.principal import KEEP_ALIVE_FLAG, Principal
 from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError, ModelCard, ModelDescription, parse_body
 from argosy.protocol.dialects import (
@@ -41,6 +41,8 @@ from argosy.protocol.dialects import (
 
 OLLAMA_VERSION = "0.18.3"
 """Version of Ollama whose API is served. Clients parse it as three numbers."""
+MAX_KEEP_ALIVE_S = 3600.0
+"""Longest time for which a project may keep a model awake without requests."""
 _ARCHITECTURE = "argosy"
 _CAPABILITIES = ("completion", "tools", "thinking")
 _NO_VECTORS = b'{"data":[]}'
@@ -149,13 +151,17 @@ class OllamaHandlers:
     def _apply_keep_alive(
         self, exchange: HttpExchange, principal: Principal, pool: Pool, keep_alive_s: float | None
     ) -> None:
-        """Keep a model that may sleep in memory for this time without requests. Names the field if it has no effect."""
+        """Keep a model that may sleep in memory for this time without requests. Names the field if it has no effect.
+
+        Only operators of the gateway may keep it for ever. Projects and keys need a flag, and their time is bounded.
+        """
         if keep_alive_s is None:
             return
-        if pool.sleep is None or not has_role(principal, "operator", "gateway"):
+        is_operator = has_role(principal, "operator", "gateway")
+        if pool.sleep is None or not (is_operator or KEEP_ALIVE_FLAG in principal.flags):
             name_ignored_fields(exchange, ("keep_alive",))
             return
-        pool.keep_alive_s = keep_alive_s
+        pool.keep_alive_s = keep_alive_s if is_operator else min(keep_alive_s, MAX_KEEP_ALIVE_S)
 
     async def tags(self, exchange: HttpExchange, principal: Principal) -> None:
         """`GET /api/tags`: the models."""

@@ -45,6 +45,8 @@ class ModelStartup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """How long the start takes by what earlier ones took; None before the first."""
     started_at: float | None = None
     """When the first replica was started; None while it waits for a machine."""
+    problem: str = ""
+    """Why the start fails, for clients: the rest of a sentence about the model. Empty if they learn no reason."""
 
     @property
     def is_failing(self) -> bool:
@@ -179,6 +181,10 @@ class Pool(PlacementPool[ReplicaEndpoint]):
     def expected_wait_s(self, tier: int, now: float) -> float | None:
         """Estimate how long a new request of this tier would be queued; None if no replica is ready or wakes up."""
         return self.estimate_wait_s(self.queued_requests, tier, now)
+
+    def may_recover(self, now: float) -> bool:
+        """Whether requests wait, as in placement, but not if the model's problem ends by itself only with a change."""
+        return not (self.startup is not None and self.startup.problem) and super().may_recover(now)
 
     def record_unserved(self, now: float) -> None:
         """Record a request that is answered without this pool, because it has no replica. It is demand nevertheless."""

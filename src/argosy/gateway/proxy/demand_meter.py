@@ -35,6 +35,12 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     """Expected tokens of the requests in the queue."""
     queue_age_s: float = 0.0
     """How long the oldest of them has waited."""
+    queued_tenants: int = 0
+    """Tenants that sent them."""
+    queued_tier: int | None = None
+    """Rank of the highest tier of them; None if there is none."""
+    served_tier: int | None = None
+    """Rank of the highest tier with requests that run or arrived lately; None if there is none."""
 
 
 class DemandReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,7 +96,8 @@ class PlacementDriver:
             *(self._demand.read(version, version.unserved_at) for version in versions), strict=True
         )
         known = self._core.queues
-        queues = [known[version].queue for version in versions if version in known]
+        pool_queues = [known[version] for version in versions if version in known]
+        queues = [each.queue for each in pool_queues]
         oldest = [at for queue in queues if (at := queue.oldest_arrival()) is not None]
         return ModelDemand(
             model=pool.model,
@@ -106,6 +107,9 @@ class PlacementDriver:
             queued_requests=sum(map(len, queues)),
             queued_tokens=sum(queue.cost_tokens for queue in queues),
             queue_age_s=max(0.0, now - min(oldest)) if oldest else 0.0,
+            queued_tenants=sum(queue.tenant_count for queue in queues),
+            queued_tier=_min_tier(queue.highest_tier for queue in queues),
+            served_tier=_min_tier(each.served_tier(now) for each in pool_queues),
         )
 
     def preview(self, request: PlacementRequest, pool: Pool) -> PlacementPreview:
@@ -180,3 +184,8 @@ class PlacementDriver:
     def _on_timer(self) -> None:
         self._timer = None
         self.handle(Tick())
+
+
+def _min_tier(tiers: Iterable[int | None]) -> int | None:
+    """Return the rank of the highest of these tiers; None if there is none."""
+    return min((tier for tier in tiers if tier is not None), default=None)

@@ -109,6 +109,8 @@ def no_replica_error(pool: Pool, now: float) -> ApiError:
         message = f"Operators took all replicas for {pool.model!r} out of service; see `argosy replicas list`."
     if pool.startup is not None and pool.startup.is_failing:
         message = f"The replicas for {pool.model!r} do not start; `argosy status` shows why."
+        if pool.startup.problem:
+            message = f"The model {pool.model!r} {pool.startup.problem}"
     may_recover = pool.may_recover(now)
     return ApiError(
         503,

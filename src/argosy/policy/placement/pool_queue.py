@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from argosy.policy.concurrency_slots import (
+    RECENT_WINDOW_S,
     lowest_admissible_tier,
     no_reservation_active,
     reserved_slots,
@@ -90,6 +91,17 @@ class PoolQueue:
     def is_idle(self) -> bool:
         """Whether no request of the pool waits."""
         return not (self.queue or self.displaced)
+
+    def served_tier(self, now: float) -> int | None:
+        """Return the rank of the highest tier with running requests or recent ones; None if there is none."""
+        return next(
+            (
+                tier
+                for tier in TIER_RANKS
+                if self.running_by_tier[tier] or now - self._last_request_at[tier] < RECENT_WINDOW_S
+            ),
+            None,
+        )
 
     # --- admission -------------------------------------------------------------------------------
 
