@@ -62,6 +62,7 @@ OwnCase = partial(EndpointCase, "user", is_same_for_all=True)
 OperatorCase = partial(EndpointCase, "operator", "gateway")
 
 
+PROMPT_FIELDS: Json = {"content": {"text": "Be kind."}}
 ADAPTER_FIELDS = {"base_model": "big", "digest": f"sha256:{'1' * 64}"}
 
 
@@ -148,6 +149,16 @@ CASES: dict[str, EndpointCase] = {
         is_same_for_all=True,
     ),
     "unload_lora_adapter": EndpointCase("operator", body=lambda ids: {"lora_name": ids.adapter}),
+    "list_prompts": EndpointCase("viewer", query=organisation_field),
+    "add_prompt_version": EndpointCase(
+        "operator",
+        body=lambda ids: organisation_field(ids) | PROMPT_FIELDS | name_field(ids),
+        other_bodies=[lambda ids: {"project": ids.project} | PROMPT_FIELDS | name_field(ids)],
+    ),
+    "get_prompt": EndpointCase("viewer", id_kind="prompt"),
+    "label_prompt": EndpointCase("operator", id_kind="prompt", body=lambda _: {"label": "staging"}),
+    "delete_prompt": EndpointCase("operator", id_kind="prompt"),
+    "render_prompt": EndpointCase("viewer", body=lambda ids: {"prompt_id": ids.prompt}),
     "report_usage": EndpointCase(
         "viewer", query=lambda ids: {"project": ids.project, "group_by": "organisation"}
     ),

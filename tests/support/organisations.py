@@ -41,6 +41,7 @@ class ResourceIds:
     limit: str = "limit_unknown"
     request: str = "req-unknown"
     adapter: str = "adapter_unknown"
+    prompt: str = "prompt_unknown"
 
 
 def unique_name() -> str:
@@ -117,7 +118,12 @@ class AdminGateway:
                 organisation=organisation,
                 actor="test",
             )
-        return ResourceIds(organisation, project, user, key["id"], limit.id, request, adapter.id)
+        prompt = self.store.prompts.add_version(
+            unique_name(), '{"text":"Be kind."}', organisation=organisation, actor="test"
+        )
+        return ResourceIds(
+            organisation, project, user, key["id"], limit.id, request, adapter.id, prompt.id
+        )
 
     async def create(self, path: str, body: Json) -> Json:
         """Create a record as administrator. The gateway knows such a record at once."""

@@ -124,6 +124,7 @@ from argosy.deployment.settings.content_config import (
 from argosy.deployment.settings.gateway_config import (
     MAX_MODEL_NAME_LENGTH,
     RELOADABLE_SETTINGS,
+    REQUEST_SETTINGS,
     ColdStartConfig,
     ExplainConfig,
     GatewayConfig,
@@ -131,11 +132,13 @@ from argosy.deployment.settings.gateway_config import (
     LimitsConfig,
     ModelConfig,
     QueueConfig,
+    RequestSetting,
     SeriesConfig,
     SleepConfig,
     Timeouts,
     load_config,
 )
+from argosy.deployment.settings.prompt_config import PromptConfig, PromptRule
 from argosy.deployment.settings.replica_config import (
     BackendKind,
     DiscoveryMode,

@@ -19,10 +19,14 @@ import msgspec
 import structlog
 
 from argosy.deployment import (
+    REQUEST_SETTINGS,
     CacheRule,
     ContentRule,
     GatewayConfig,
     ModelConfig,
+    PromptConfig,
+    PromptRule,
+    RequestSetting,
     RouteConfig,
     TruncationRule,
 )
@@ -54,7 +58,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound="FleetPools")
 
 
-_RULES_IN_FULL = ("content_rules[].", "cache_rules[].", "truncation_rules[].")
+_RULES_IN_FULL = tuple(f"{name}[]." for name in REQUEST_SETTINGS if name != "routes")
 """Rules that are not applied without a setting that is unknown."""
 
 
@@ -70,6 +74,8 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     content_rules: Sequence[ContentRule] = ()
     cache_rules: Sequence[CacheRule] = ()
     truncation_rules: Sequence[TruncationRule] = ()
+    prompt_rules: Sequence[PromptRule] = ()
+    prompts: Sequence[PromptConfig] = ()
     serving_replicas: Mapping[str, int] = {}
     """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
@@ -80,6 +86,11 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Models that are scaled to zero, or start again, by name. A model that has a replica is not among them."""
     versions: Sequence[PublishedVersions] = ()
     """Versions of the pools whose changes are rollouts."""
+
+    @property
+    def rules(self) -> list[RequestSetting]:
+        """The rules for requests of all kinds, and the prompts that they name."""
+        return [each for name in REQUEST_SETTINGS for each in getattr(self, name)]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -149,7 +160,7 @@ def _parse_pools(kind: type[P], body: bytes) -> tuple[P, tuple[str, ...]]:
     without which the route would match other requests.
 
     Raises:
-        ApiError: A known setting has an invalid value. Or a content or cache rule has an unknown one, so that more
+        ApiError: A known setting has an invalid value. Or one of `_RULES_IN_FULL` has an unknown one, so that more
             might leave than it permits.
     """
     pools, ignored = parse_request_body(kind, body)
@@ -312,13 +323,7 @@ class FleetPoolsHandler:
             entries = await run_in_daemon_thread(build_model_entries, config, pools.versions)
         except (ValueError, OSError) as error:
             raise ApiError(400, "invalid_value", str(error)) from error
-        self._registry.apply_config(
-            entries,
-            [
-                *(*pools.routes, *pools.content_rules),
-                *(*pools.cache_rules, *pools.truncation_rules),
-            ],
-        )
+        self._registry.apply_config(entries, pools.rules)
         self._registry.apply_startups(pools.startups)
         self._pools = pools
         self._published.set()

@@ -1,4 +1,4 @@
-"""Rules for requests as they are matched: routes, content and cache rules, and the sender of a request for them."""
+"""Rules for requests as they are matched: routes, content, cache and prompt rules, and the sender of a request."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from argosy.deployment import (
     CacheRule,
     ContentMatchers,
     ContentRule,
+    PromptRule,
     RequestConditions,
     RouteConfig,
     TruncationRule,
@@ -33,6 +34,7 @@ RULE_SETTINGS: Mapping[type[RequestConditions], str] = {
     ContentRule: "content_rules",
     CacheRule: "cache_rules",
     TruncationRule: "truncation_rules",
+    PromptRule: "prompt_rules",
 }
 """Name of the setting of each kind of rule."""
 

@@ -39,6 +39,8 @@ MAX_OPENING_CHARS = 1024
 """Characters of the first message by which a conversation without a session is recognised."""
 TRUNCATING_FIELDS = frozenset({"truncate_prompt_tokens", "max_tokens_per_doc", "truncation"})
 """Fields that let a replica truncate prompts, inputs or documents."""
+PROMPT_ID = "prompt_id"
+"""Field that names a prompt, which stands before the messages or in place of the text. They may be missing then."""
 TOOL_FIELDS = ("tools", "functions")
 """Fields that describe the tools of a chat."""
 NON_STREAMING_FIELDS = ("prompt_logprobs", "resume")
@@ -158,6 +160,8 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """Request id chosen by the client."""
     cache_domain: str = ""
     """Domain within which cached prompts are shared. Empty means the public domain."""
+    prompt_version: str = ""
+    """Name and number of the version of the server's prompt that it has; empty if it has none."""
     prompt_bytes: int = 0
     """Size of the prompt or the messages."""
     body_bytes: int = 0
@@ -249,8 +253,7 @@ def parse_request_fields(
     raw = parse_raw_fields(body)
     known = _decode_known(raw)
     if prompt_field not in raw:
-        message = f"Missing parameter '{prompt_field}'. Add it."
-        raise ApiError(400, "missing_required_parameter", message, param=prompt_field)
+        raw[prompt_field] = _find_empty_prompt(raw, prompt_field)
     prompt = bytes(raw[prompt_field])
     prompt_count = 1 if prompt_field == "messages" else _count_prompts(prompt)
     choice_count = max(1, known.get("n", 1)) * prompt_count
@@ -294,6 +297,14 @@ def parse_request_fields(
         prompt_bytes=len(prompt),
         body_bytes=len(body),
     )
+
+
+def _find_empty_prompt(raw: Mapping[str, Raw], prompt_field: str) -> Raw:
+    """Return what stands for the missing prompt of a request. Raises ApiError 400 unless it names one of the server."""
+    if PROMPT_ID not in raw:
+        message = f"Missing parameter '{prompt_field}'. Add it."
+        raise ApiError(400, "missing_required_parameter", message, param=prompt_field)
+    return Raw(b"[]" if prompt_field == "messages" else b'""')
 
 
 def parse_pooled_fields(

@@ -114,6 +114,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Version of the model that answers; empty without rollouts."""
     adapter: str = ""
     """Digest of the adapter that answers; empty if the model itself does."""
+    prompt: str = ""
+    """Name and number of the version of the request's prompt; empty if it has none."""
     cache: list[dict[str, Any]] = []
     """Cache rule of the request and how the cache answered; empty if no rule matched."""
     routing: list[dict[str, Any]] = []
@@ -180,6 +182,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             fields["version"] = self.version
         if self.adapter:
             fields["adapter"] = self.adapter
+        if self.prompt:
+            fields["prompt"] = self.prompt
         if self.pauses:
             fields["pauses"] = [
                 {"paused_ms": self._elapsed_ms(start), "resumed_ms": self._elapsed_ms(end)}

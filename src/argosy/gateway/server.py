@@ -18,7 +18,7 @@ import msgspec
 import structlog
 import uvloop
 
-from argosy.deployment import FleetControl, GatewayConfig
+from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
 from argosy.gateway.adapter_rollouts import AdapterRollouts
@@ -136,10 +136,7 @@ class GatewayServer:
             config = msgspec.structs.replace(
                 config,
                 models=list(pools.models),
-                routes=list(pools.routes),
-                content_rules=list(pools.content_rules),
-                cache_rules=list(pools.cache_rules),
-                truncation_rules=list(pools.truncation_rules),
+                **{name: list(getattr(pools, name)) for name in REQUEST_SETTINGS},
             )
         self._config = config
         self._on_ready = on_ready

@@ -117,6 +117,7 @@ _MEANINGS = {
         " prompt, lower `max_tokens`, or set `truncate_prompt_tokens`.",
         "unsupported_task": "The model cannot do what the path asks for; the message has what it can do. `GET"
         " /v1/models` lists the `tasks` of each model.",
+        "invalid_prompt_variables": "The variables do not fit the prompt of the request. The message says which.",
         "content_refused": "A content rule of the gateway does not accept text in the prompt. The message has the name"
         " of the detector, and never the text.",
         "content_not_filterable": "A content rule filters prompts, and this one consists of token ids. Send text.",
@@ -160,6 +161,7 @@ _MEANINGS = {
         "unknown_project": "The token names a project that does not exist.",
     },
     404: {
+        "prompt_not_found": "No prompt of the caller has this name or version. `argosy prompts list` shows them.",
         "model_not_found": "No model has this name; `GET /v1/models` lists the models.",
         "replica_not_found": "No replica has this name.",
         "not_found": "The path or resource does not exist.",

@@ -1,12 +1,12 @@
 """Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
 
-`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters` and `replica_settings` change records
-in audited transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways hold in memory.
-Its `ledger` adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state of the Responses
-API, within the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events, and the lease of
-the leading controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for
-the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds
-the responses of repeatable requests.
+`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters`, `prompts` and `replica_settings`
+change records in audited transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways
+hold in memory. Its `ledger` adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state
+of the Responses API, within the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events,
+and the lease of the leading controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no
+request waits for the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an
+`IdempotencyStore` holds the responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
@@ -56,6 +56,7 @@ from argosy.store.ledger import (
     parse_report_groups,
 )
 from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
+from argosy.store.prompts import Prompts
 from argosy.store.quota_backend import (
     LocalQuotaBackend,
     QuotaBackend,
@@ -66,6 +67,8 @@ from argosy.store.quota_meters import QuotaDemand
 from argosy.store.record_tables import AccountTransaction, ChangeCheck, PageRequest
 from argosy.store.records import (
     DEFAULT_STEP_S,
+    LATEST,
+    PRODUCTION,
     AccountRecord,
     AccountSnapshot,
     Adapter,
@@ -85,6 +88,10 @@ from argosy.store.records import (
     Percent,
     Price,
     Project,
+    Prompt,
+    PromptLabel,
+    PromptName,
+    PromptVersionNumber,
     QuotaFailureMode,
     ReplicaSetting,
     ReplicaState,

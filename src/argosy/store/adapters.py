@@ -17,7 +17,7 @@ from argosy.store.record_tables import (
     PageRequest,
     RecordTables,
 )
-from argosy.store.records import DEFAULT_STEP_S, Adapter, Organisation, Project
+from argosy.store.records import DEFAULT_STEP_S, Adapter
 from argosy.store.validation import validate_record
 
 _NO_CANDIDATE: Mapping[str, int | None] = {
@@ -234,19 +234,6 @@ class Adapters(RecordTables):
         """Remove the adapter with this id, or raise NotFoundError. Running requests end as they began."""
         with self._begin_transaction(actor) as transaction:
             transaction.delete_record(transaction.get_record(Adapter, adapter))
-
-    def _find_owner(
-        self, transaction: AccountTransaction, organisation: str | None, project: str | None
-    ) -> str | None:
-        """Return the id of the organisation of a new adapter, after a check that the owners exist."""
-        organisation = organisation or self._organisation_id
-        if project is not None:
-            owner = transaction.get_active_record(Project, project).organisation
-            organisation = organisation or owner
-            transaction.check_same_organisation(organisation, Project, project)
-        if organisation is not None:
-            transaction.get_active_record(Organisation, organisation)
-        return organisation
 
 
 def _read_rollout(adapter: Adapter) -> tuple[object, ...]:

@@ -34,6 +34,7 @@ from argosy.store.records import (
     OwnerKind,
     Price,
     Project,
+    Prompt,
     ReplicaSetting,
     User,
 )
@@ -68,6 +69,7 @@ _TABLES: dict[type[AccountRecord], Table] = {
     Price: schema.prices,
     ReplicaSetting: schema.replica_settings,
     Adapter: schema.adapters,
+    Prompt: schema.prompts,
 }
 
 
@@ -256,7 +258,7 @@ class AccountTransaction:
         self.connection.execute(update(table).where(table.c.id == record.id).values(values))
         old, new = _to_audit_fields(record), _to_audit_fields(after)
         self._append_record_entry(
-            action, record, {name: [old[name], new[name]] for name in changed}
+            action, record, {name: [old[name], new[name]] for name in changed if name in old}
         )
         return after
 
@@ -409,6 +411,19 @@ class RecordTables:
             self._database, actor, self._clock, self._organisation_id, self._check
         )
 
+    def _find_owner(
+        self, transaction: AccountTransaction, organisation: str | None, project: str | None
+    ) -> str | None:
+        """Return the id of the organisation of a new record, after a check that the owners exist."""
+        organisation = organisation or self._organisation_id
+        if project is not None:
+            owner = transaction.get_active_record(Project, project).organisation
+            organisation = organisation or owner
+            transaction.check_same_organisation(organisation, Project, project)
+        if organisation is not None:
+            transaction.get_active_record(Organisation, organisation)
+        return organisation
+
     def _get_record(self, record_type: type[RecordT], record_id: str) -> RecordT:
         with self._database.read_transaction() as connection:
             return get_record(connection, record_type, self._organisation_id, record_id)
@@ -429,7 +444,7 @@ def _select_organisation(record_type: type[AccountRecord], record_id: str) -> Sc
 
 
 def _to_audit_fields(record: AccountRecord) -> dict[str, Any]:
-    """Return the record's fields for the audit log, without the id and a key's digest, which has no use there."""
+    """Return the record's fields for the audit log, without the id, a key's digest and a prompt's content."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
-    omitted = {"id", "digest"} if isinstance(record, Key) else {"id"}
+    omitted = {"id", {Key: "digest", Prompt: "content"}.get(type(record), "id")}
     return {name: value for name, value in fields.items() if name not in omitted}

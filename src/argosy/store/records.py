@@ -67,6 +67,15 @@ StepSeconds = Annotated[float, Meta(ge=1, le=86_400)]
 DEFAULT_STEP_S = 120.0
 """Shortest time of a step of an adapter's rollout."""
 Percent = Annotated[int, Meta(ge=0, le=100)]
+PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$(?!\n)")]
+PRODUCTION = "production"
+"""Label of the version of a prompt that requests get which name none."""
+LATEST = "latest"
+"""Stands for the version of a prompt with the highest number."""
+PromptLabel = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$(?!\n)")]
+PromptVersionNumber = Annotated[int, Meta(ge=1, le=1_000_000)]
+MAX_PROMPT_BYTES = 1 << 18
+"""Maximum size of one version of a prompt as JSON."""
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
 """Networks in CIDR notation. The client address of each request is compared with every one of them."""
@@ -249,6 +258,30 @@ class Adapter(AccountRecord, frozen=True, kw_only=True):
         return MAX_ADAPTER_REPLICAS if self.pinned else self.min_replicas
 
 
+class Prompt(AccountRecord, frozen=True, kw_only=True):
+    """Version of a prompt, whose content never changes."""
+
+    organisation: str | None = None
+    """Id of the organisation whose requests may use it. None for all callers of the gateway."""
+    project: str | None = None
+    """Id of the project whose requests may use it. None for the whole organisation."""
+    name: PromptName
+    version: PromptVersionNumber
+    """Number, unique among the versions of the same organisation, project and name, and never used again."""
+    labels: Annotated[tuple[PromptLabel, ...], Meta(max_length=20)] = ()
+    """Movable names of the version, each unique among the same versions."""
+    content: Annotated[str, Meta(max_length=MAX_PROMPT_BYTES)]
+    """A `PromptContent` as JSON; empty once it is deleted."""
+    created_at: float
+    created_by: str
+    deleted_at: float | None = None
+
+    @property
+    def reference(self) -> str:
+        """Name and number, such as `support@3`."""
+        return f"{self.name}@{self.version}"
+
+
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Row of the ledger: how an admitted request ended and what it used. Written once."""
 
@@ -310,6 +343,8 @@ class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     prices: tuple[Price, ...] = ()
     replica_settings: tuple[ReplicaSetting, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    """Versions of prompts, among them deleted ones."""
     successors: dict[str, str] = {}
     """Ids of all keys that were ever rotated, with the ids of the keys that replaced them."""
     has_had_keys: bool = False

@@ -45,6 +45,7 @@ from argosy.store.records import (
     Organisation,
     Price,
     Project,
+    Prompt,
     ReplicaSetting,
     UsageRecord,
     User,
@@ -221,6 +222,14 @@ adapters = Table(
     _list_index("adapters", "organisation"),
 )
 """The evidence is that of the last rollout, as JSON with a version, which gateways replace. NULL before the first."""
+
+prompts = Table(
+    "prompts",
+    metadata,
+    *_record_columns(Prompt, organisation="organisations.id", project="projects.id"),
+    _list_index("prompts"),
+    _list_index("prompts", "organisation"),
+)
 
 audit = Table(
     "audit",

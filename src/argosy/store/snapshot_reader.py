@@ -21,6 +21,7 @@ from argosy.store.records import (
     Organisation,
     Price,
     Project,
+    Prompt,
     ReplicaSetting,
     User,
 )
@@ -43,6 +44,7 @@ _RECORD_FIELDS: dict[str, type[AccountRecord]] = {
     "prices": Price,
     "replica_settings": ReplicaSetting,
     "adapters": Adapter,
+    "prompts": Prompt,
 }
 """Types of the records of a snapshot by its fields, besides keys, of which it has not all."""
 _RECORD_TYPES: dict[str, type[AccountRecord]] = {

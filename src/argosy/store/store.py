@@ -26,6 +26,7 @@ from argosy.store.gateway_registry import GatewayRegistry, SecretStore
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.migrations import migrate
+from argosy.store.prompts import Prompts
 from argosy.store.records import AccountSnapshot
 from argosy.store.replicas import ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import ResponseStore
@@ -86,6 +87,7 @@ class Store:
         self.limits_and_prices = LimitsAndPrices(database, clock)
         self.replica_settings = ReplicaSettings(database, clock)
         self.adapters = Adapters(database, clock)
+        self.prompts = Prompts(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
         self.gateways = GatewayRegistry(database, clock)

@@ -18,6 +18,7 @@ from argosy.store.records import (
     Organisation,
     Price,
     Project,
+    Prompt,
     ReplicaSetting,
     User,
 )
@@ -31,6 +32,7 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Price: null(),
     ReplicaSetting: null(),
     Adapter: schema.adapters.c.organisation,
+    Prompt: schema.prompts.c.organisation,
 }
 """Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
 RecordT = TypeVar("RecordT", bound=AccountRecord)
@@ -41,6 +43,7 @@ UNIQUE_FIELDS: dict[type[AccountRecord], tuple[str, ...]] = {
     User: ("organisation", "email"),
     Key: ("project", "name"),
     Adapter: ("organisation", "project", "name"),
+    Prompt: ("organisation", "project", "name", "version"),
 }
 """Fields whose combined values are unique among active records."""
 
@@ -49,6 +52,7 @@ END_FIELDS: dict[type[AccountRecord], str] = {
     Project: "archived_at",
     User: "disabled_at",
     Key: "revoked_at",
+    Prompt: "deleted_at",
 }
 """Field with the time at which a record was ended."""
 
@@ -58,6 +62,7 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Key: 20_000,
     Limit: 20_000,
     Adapter: 2_000,
+    Prompt: 500,
 }
 """Maximum number of active records of one organisation. Every gateway holds those of all organisations in memory."""
 
@@ -84,6 +89,8 @@ def is_active(record: AccountRecord, now: float) -> bool:
             return record.archived_at is None
         case User():
             return record.disabled_at is None
+        case Prompt():
+            return record.deleted_at is None
         case Key():
             return is_key_valid(record, now) and record.replaced_by is None
         case _:

@@ -86,8 +86,12 @@ def make_random_change(store: Store, draw: random.Random, now: float) -> None:
         lambda: terms.set_limit("project", draw.choice(projects), "concurrency", 1, actor=ACTOR),
         lambda: terms.set_price(price, actor=ACTOR),
         lambda: accounts.change_project(draw.choice(projects), name=name, actor=ACTOR),
+        lambda: store.prompts.add_version("p", "{}", labels=("new",), actor=ACTOR),
         lambda: store.adapters.add_version(name, "m", f"sha256:{'0' * 64}", actor=ACTOR),
     ]
+    old_prompts = [each.id for each in store.prompts.list_prompts() if not each.labels]
+    if old_prompts:
+        changes.append(lambda: store.prompts.delete(draw.choice(old_prompts), actor=ACTOR))
     if limits:
         changes.append(lambda: terms.delete_limit(draw.choice(limits), actor=ACTOR))
     if users:

@@ -23,6 +23,7 @@ from argosy.store import (
     OwnerKind,
     Price,
     Project,
+    Prompt,
     Store,
     User,
     hash_key,
@@ -475,7 +476,7 @@ def test_scoped_changes_reject_records_of_other_organisations(
 
 
 @RULES
-@pytest.mark.parametrize("record_type", [Project, User, Key, Limit, Adapter])
+@pytest.mark.parametrize("record_type", [Project, User, Key, Limit, Adapter, Prompt])
 def test_organisation_at_its_maximum_rejects_another_record(
     store: Store, monkeypatch: pytest.MonkeyPatch, record_type: type[AccountRecord]
 ) -> None:
@@ -495,6 +496,8 @@ def test_organisation_at_its_maximum_rejects_another_record(
         elif record_type is Adapter:
             digest = f"sha256:{'a' * 64}"
             store.adapters.add_version(name, "m", digest, organisation=organisation, actor=ACTOR)
+        elif record_type is Prompt:
+            store.prompts.add_version(name, "{}", organisation=organisation, actor=ACTOR)
         else:
             terms.set_limit("project", project, "tokens", 1, window="day", model=name, actor=ACTOR)
 

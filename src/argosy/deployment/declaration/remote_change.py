@@ -17,6 +17,7 @@ import msgspec
 from argosy.deployment.declaration.config import FleetConfig, FleetModelConfig, PoolConfig
 from argosy.deployment.declaration.documents import fields_of
 from argosy.deployment.declaration.engines import ARGOSY_ENGINE
+from argosy.deployment.settings.gateway_config import REQUEST_SETTINGS
 from argosy.settings import SettingError, SettingPath, changed_by
 
 _REMOTE_CODE_OPTION = "trust_remote_code"
@@ -34,10 +35,7 @@ def check_size(config: FleetConfig) -> None:
     for section, count in (
         ("models", names),
         ("pools", len(config.pools)),
-        ("routes", len(config.routes)),
-        ("content_rules", len(config.content_rules)),
-        ("cache_rules", len(config.cache_rules)),
-        ("truncation_rules", len(config.truncation_rules)),
+        *((name, len(getattr(config, name))) for name in REQUEST_SETTINGS),
     ):
         if count > MAX_ITEMS:
             problem = f"it has more than {MAX_ITEMS:,} items or names. Use `argosy apply`."

@@ -36,6 +36,7 @@ from argosy.deployment.records.fleet_records import (
 )
 from argosy.deployment.records.rollout_status import read_rollouts
 from argosy.deployment.records.upgrade import FleetUpgrade, find_upgrade
+from argosy.deployment.settings.gateway_config import REQUEST_SETTINGS
 from argosy.store import FleetRevision, FleetStore
 
 FleetAction = Literal["fleet.apply", "fleet.down", "fleet.rollback", "pool.scale"]
@@ -48,10 +49,7 @@ MAX_KNOWN_REVISIONS = 200
 
 _PUBLISHED_SETTINGS: dict[str, Any] = {
     "models": [],
-    "routes": [],
-    "content_rules": [],
-    "cache_rules": [],
-    "truncation_rules": [],
+    **{name: [] for name in REQUEST_SETTINGS},
     "pools_file": None,
     "handover": None,
 }

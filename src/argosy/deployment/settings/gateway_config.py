@@ -12,6 +12,11 @@ from msgspec import Meta
 from argosy.deployment.settings.adapter_config import AdapterConfig, resolve_adapters
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
 from argosy.deployment.settings.content_config import ContentRule, compile_content_rule
+from argosy.deployment.settings.prompt_config import (
+    PromptConfig,
+    PromptRule,
+    find_prompt_problems,
+)
 from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
 from argosy.deployment.settings.routing_config import (
     CacheRule,
@@ -205,6 +210,15 @@ class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long an explanation is kept."""
 
 
+RequestSetting = RequestConditions | PromptConfig
+"""Setting that decides about single requests."""
+REQUEST_SETTINGS = (
+    *("routes", "content_rules", "cache_rules", "truncation_rules"),
+    *("prompt_rules", "prompts"),
+)
+"""Names of the lists of such settings, which the controller of a fleet publishes to its gateways."""
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of a gateway."""
 
@@ -220,6 +234,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Cache rules in order. The first that matches a request decides whether its answer is kept for equal requests."""
     truncation_rules: ByOperator[list[TruncationRule]] = []
     """Truncation rules in order. The first that matches a chat decides how it becomes shorter if it is too long."""
+    prompts: ByOperator[list[PromptConfig]] = []
+    """Versions of prompts, beside those of `argosy prompts`."""
+    prompt_rules: ByOperator[list[PromptRule]] = []
+    """Prompt rules in order. The first that matches a request decides which prompt stands before its messages."""
     response_cache: ByOperator[IdempotencyConfig] = IdempotencyConfig()
     """Bounds of the answers that cache rules keep, in memory, or in `limits.redis` for all gateways."""
     fleet: ByCommandLine[
@@ -315,9 +333,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Lowest level that is logged."""
 
     @property
-    def rules(self) -> list[RequestConditions]:
-        """The routes, and the content, cache and truncation rules."""
-        return [*self.routes, *self.content_rules, *self.cache_rules, *self.truncation_rules]
+    def rules(self) -> list[RequestSetting]:
+        """The rules for requests of all kinds, and the prompts that they name."""
+        return [each for name in REQUEST_SETTINGS for each in getattr(self, name)]
 
     @property
     def model_memory_bytes(self) -> int | None:
@@ -343,9 +361,7 @@ def load_config(path: Path) -> GatewayConfig:
     return msgspec.structs.replace(config, models=models, routes=routes)
 
 
-RELOADABLE_SETTINGS = frozenset(
-    {"models", "routes", "content_rules", "cache_rules", "truncation_rules"}
-)
+RELOADABLE_SETTINGS = frozenset({"models", *REQUEST_SETTINGS})
 """Settings that a gateway applies while it runs. Changes of other settings need a restart."""
 
 
@@ -380,6 +396,7 @@ def find_contradictions(
     )
     yield from _find_traffic_problems(config)
     yield from _find_rule_problems(config, [name for name, _ in names])
+    yield from find_prompt_problems(config.prompts, config.prompt_rules, has_accounts=has_accounts)
     if config.advertise_url is not None:
         try:
             parse_endpoint(config.advertise_url)
@@ -484,6 +501,7 @@ def _find_rule_problems(config: GatewayConfig, model_names: list[str]) -> Iterat
         ("content_rules", "content rule", config.content_rules),
         ("cache_rules", "cache rule", config.cache_rules),
         ("truncation_rules", "truncation rule", config.truncation_rules),
+        ("prompt_rules", "prompt rule", config.prompt_rules),
     )
     for setting, subject, rules in settings:
         names = [rule_name(rule, setting, index) for index, rule in enumerate(rules)]

@@ -14,6 +14,7 @@ import structlog
 from argosy.controller_keeper import LOG_NAME
 from argosy.deployment import (
     GATEWAY_POOL,
+    REQUEST_SETTINGS,
     FleetRecords,
     ObservedRevision,
     ReplicaRecord,
@@ -274,10 +275,7 @@ class LeaderTerm:
             self._pools,
             models=declared.published_models(members),
             versions=versions,
-            routes=list(declared.config.routes),
-            content_rules=list(declared.config.content_rules),
-            cache_rules=list(declared.config.cache_rules),
-            truncation_rules=list(declared.config.truncation_rules),
+            **{name: list(getattr(declared.config, name)) for name in REQUEST_SETTINGS},
             serving_replicas=declared.count_by_model(self._autoscaler.desired_counts(declared)),
             desired_replicas=self._autoscaler.published_counts(),
             pool_models={pool.name: pool.model for pool in declared.config.pools},

@@ -13,6 +13,7 @@ from argosy.store import (
     Organisation,
     Price,
     Project,
+    Prompt,
     ReplicaSetting,
     User,
     is_key_valid,
@@ -44,7 +45,7 @@ def check_change(
             case Limit():
                 if record.owner_kind == "organisation" or record.unit == "stored_bytes":
                     check_role(principal, "operator", "gateway")
-            case Adapter():
+            case Adapter() | Prompt():
                 check_role(
                     principal, "operator", "organisation" if record.organisation else "gateway"
                 )

@@ -28,6 +28,7 @@ from argosy.store import (
     ChangeCheck,
     Ledger,
     LimitsAndPrices,
+    Prompts,
     Role,
     RoleScope,
     Store,
@@ -153,6 +154,11 @@ class AdminScope:
     def adapters(self) -> Adapters:
         """The store's registry of adapters."""
         return self._store.adapters.for_organisation(self.organisation_id, self.check)
+
+    @property
+    def prompts(self) -> Prompts:
+        """The store's registry of prompts."""
+        return self._store.prompts.for_organisation(self.organisation_id, self.check)
 
     @property
     def ledger(self) -> Ledger:

@@ -17,6 +17,7 @@ from argosy.gateway.admin import (
     adapters,
     fleet,
     limits_and_prices,
+    prompts,
     replicas,
     reports,
     routing,
@@ -96,6 +97,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *tenants.endpoints,
         *limits_and_prices.endpoints,
         *adapters.endpoints,
+        *prompts.endpoints,
         *replicas.endpoints,
         *routing.endpoints,
         *fleet.endpoints,
@@ -182,8 +184,8 @@ class _EndpointCaller:
                 raise DisconnectedError
             response = await self._run_endpoint(endpoint, request)
             if is_change:
-                apply_adapters = await run_in_daemon_thread(self._refresh_accounts)
-                apply_adapters()
+                apply_registries = await run_in_daemon_thread(self._refresh_accounts)
+                apply_registries()
                 self._on_accounts_changed()
         return response
 
@@ -191,14 +193,14 @@ class _EndpointCaller:
         """Apply account changes to the authenticator before they are answered, so that a new key works at once.
 
         Returns:
-            A function that applies changes of adapters. Call it on the event loop.
+            A function that applies changes of adapters and prompts. Call it on the event loop.
         """
         store = self._admin_scope.store
         if store is not None:
             with contextlib.suppress(StoreError):  # the next periodic refresh applies it
                 snapshot = store.load_snapshot()
                 self._authenticator.apply_snapshot(snapshot)
-                return self._admin_scope.replicas.models.prepare_adapters(snapshot)
+                return self._admin_scope.replicas.models.prepare_registries(snapshot)
         return do_nothing
 
     async def _run_endpoint(self, endpoint: AdminEndpoint, request: AdminRequest) -> Any:  # noqa: ANN401 - the endpoint's response type

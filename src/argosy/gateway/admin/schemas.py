@@ -9,9 +9,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from argosy.gateway.principal import PrincipalFields
+from argosy.policy.prompts import PromptContent
 from argosy.policy.rollout import MetricVerdict
 from argosy.store import (
     DEFAULT_STEP_S,
+    PRODUCTION,
     Adapter,
     AdapterReplicas,
     AuditEntry,
@@ -32,6 +34,8 @@ from argosy.store import (
     Percent,
     Price,
     Project,
+    PromptLabel,
+    PromptName,
     QuotaFailureMode,
     RecordOrder,
     Role,
@@ -91,6 +95,50 @@ class AdapterView(Adapter, frozen=True, kw_only=True, tag_field="object", tag="a
     """Result of the comparison of the candidate with the version that answers, by metric."""
 
 
+class PromptView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="prompt"):
+    """Version of a prompt. Those of the fleet file have ids that begin with `declared`."""
+
+    id: str
+    organisation: str | None
+    """Id of the organisation whose requests may use it. Null for all callers of the gateway."""
+    project: str | None
+    """Id of the project whose requests may use it. Null for the whole organisation."""
+    name: str
+    version: int
+    labels: list[str]
+    """Movable names of the version."""
+    content: PromptContent | None
+    """Null if the version is deleted."""
+    created_at: float
+    created_by: str
+
+
+class CheckedPromptView(PromptView, frozen=True, kw_only=True, tag_field="object", tag="prompt"):
+    """Version of a prompt, with its variables and warnings."""
+
+    variables: list[str]
+    """Names of the variables that requests give."""
+    warnings: list[str]
+    """Variables that keep fixed text from being found in the KV cache, one sentence each."""
+
+
+class RenderedPromptView(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="prompt.rendered"
+):
+    """A prompt with the values of its variables, which is not sent to a model."""
+
+    id: str
+    """Id of the version."""
+    prompt: str
+    """Its name and number, such as `support@3`."""
+    text: str | None
+    """The text; null for a chat."""
+    messages: list[Any]
+    """Messages of a chat with those of the request."""
+    parameters: dict[str, Any]
+    """Fields that a request gets if it has none of its own."""
+
+
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
     """An API key, without the plain key."""
 
@@ -102,9 +150,17 @@ class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="ke
     """Plain key, which only this response contains."""
 
 
-ListedRecord = Organisation | Project | User | Key | Limit | Price | Adapter
+ListedRecord = Organisation | Project | User | Key | Limit | Price | Adapter | PromptView
 V = TypeVar(
-    "V", OrganisationView, ProjectView, UserView, KeyView, LimitView, PriceView, AdapterView
+    "V",
+    OrganisationView,
+    ProjectView,
+    UserView,
+    KeyView,
+    LimitView,
+    PriceView,
+    AdapterView,
+    PromptView,
 )
 
 
@@ -468,6 +524,39 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Share of the users whom the candidate answers. It ends the rollout; 0 takes all users away from the candidate."""
     pinned: bool | UnsetType = UNSET
     min_replicas: AdapterReplicas | UnsetType = UNSET
+
+
+class NewPromptVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A version of a prompt to add. It gets the next number, and the first one the label `production`."""
+
+    name: PromptName
+    content: PromptContent
+    organisation: str | None = None
+    """Owner, by default the caller's organisation, or all callers for an operator of the whole gateway."""
+    project: str | None = None
+    """Project whose requests may use it. By default all of the organisation's."""
+    labels: Annotated[tuple[PromptLabel, ...], Meta(max_length=20)] = ()
+    """Labels that move to the version."""
+
+
+class PromptLabelChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A label to move to a version of a prompt."""
+
+    label: PromptLabel
+    removes: bool = False
+    """Whether the version loses the label."""
+
+
+class PromptToRender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A prompt and the values of its variables, in the fields of a request."""
+
+    prompt_id: Annotated[str, Meta(min_length=1, max_length=100)]
+    """Name of a prompt that the caller's requests may use, or id of a version."""
+    prompt_version: int | Annotated[str, Meta(min_length=1, max_length=40)] = PRODUCTION
+    """Number or label of the version."""
+    prompt_variables: dict[str, Any] = {}
+    messages: list[dict[str, Any]] = []
+    """Messages of the request."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,6 +164,9 @@ class ResponsesHandlers:
             body,
             partial(parse_responses_request, ResponsesRequest, refuse_unknown=self._refuse_unknown),
         )
+        if request.prompt is not None:
+            message = "The tokens of a prompt of the server are not counted. Render it, and send the result as input."
+            raise invalid_request(message, "prompt", "unsupported_parameter")
         translated, _, _ = await self._translate(exchange, principal, request)
         name_ignored_fields(exchange, (*ignored, *translated.ignored))
         fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}

@@ -8,20 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from argosy.deployment import AdapterConfig
-from argosy.gateway.model_routes import find_tenant_ids
+from argosy.gateway.model_registry.owner_scopes import OwnerScope, find_owners, list_scopes
 from argosy.gateway.principal import Principal
 from argosy.policy.traffic import TrafficSubject, choose_weighted, sticky_key
 from argosy.store import AccountSnapshot, Adapter
 
 DECLARED = "declared"
 """Beginning of the ids of adapters that are in the settings."""
-
-
-class _Scope(NamedTuple):
-    """Organisation and project whose requests may name an adapter. None stands for any."""
-
-    organisation: str | None
-    project: str | None
 
 
 class DeclaredAdapter(NamedTuple):
@@ -39,9 +32,9 @@ class AdapterIndex:
     """
 
     def __init__(self, adapters: Iterable[Adapter] = ()) -> None:
-        self._adapters: dict[_Scope, dict[str, Adapter]] = {}
+        self._adapters: dict[OwnerScope, dict[str, Adapter]] = {}
         for adapter in adapters:
-            scope = _Scope(adapter.organisation, adapter.project)
+            scope = OwnerScope(adapter.organisation, adapter.project)
             self._adapters.setdefault(scope, {})[adapter.name] = adapter
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -53,13 +46,13 @@ class AdapterIndex:
         """Return the adapter that a caller means by a name, or None."""
         if not self._adapters:
             return None
-        found = (self._adapters.get(scope, {}).get(name) for scope in _list_scopes(principal))
+        found = (self._adapters.get(scope, {}).get(name) for scope in list_scopes(principal))
         return next((adapter for adapter in found if adapter is not None), None)
 
     def list(self, principal: Principal) -> list[Adapter]:
         """Return the adapters that a caller may name, sorted by name."""
         known: dict[str, Adapter] = {}
-        for scope in _list_scopes(principal):
+        for scope in list_scopes(principal):
             known = self._adapters.get(scope, {}) | known
         return [adapter for _, adapter in sorted(known.items())]
 
@@ -84,35 +77,24 @@ def resolve_owners(
     declared: Sequence[DeclaredAdapter], snapshot: AccountSnapshot
 ) -> tuple[list[Adapter], dict[str, str]]:
     """Return declared adapters with the ids of their owners, and the unknown owners by adapter."""
-    ids = find_tenant_ids(snapshot) if any(each.config.owner for each in declared) else {}
-    organisations = {project.id: project.organisation for project in snapshot.projects}
+    owners = find_owners([each.config.owner for each in declared], snapshot)
     adapters, unknown = [], {}
     for base_model, config in declared:
-        owners = [None] if config.owner is None else sorted(ids.get(config.owner, ()))
-        if not owners and config.owner is not None:
+        if config.owner is not None and not owners[config.owner]:
             unknown[config.name] = config.owner
-        for owner in owners:
-            is_project = owner in organisations
-            adapters.append(
-                Adapter(
-                    id=f"{DECLARED}/{base_model}/{config.name}",
-                    organisation=organisations.get(owner or "", owner),
-                    project=owner if is_project else None,
-                    name=config.name,
-                    base_model=base_model,
-                    digest=config.source,
-                    base_digest=config.base_digest,
-                    pinned=config.pinned,
-                    min_replicas=config.min_replicas,
-                    created_at=0.0,
-                )
+        adapters += [
+            Adapter(
+                id=f"{DECLARED}/{base_model}/{config.name}",
+                organisation=scope.organisation,
+                project=scope.project,
+                name=config.name,
+                base_model=base_model,
+                digest=config.source,
+                base_digest=config.base_digest,
+                pinned=config.pinned,
+                min_replicas=config.min_replicas,
+                created_at=0.0,
             )
+            for scope in owners[config.owner]
+        ]
     return adapters, unknown
-
-
-def _list_scopes(principal: Principal) -> Iterator[_Scope]:
-    if principal.organisation:
-        if principal.project:
-            yield _Scope(principal.organisation, principal.project)
-        yield _Scope(principal.organisation, None)
-    yield _Scope(None, None)

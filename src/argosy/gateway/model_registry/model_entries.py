@@ -12,7 +12,7 @@ from argosy.deployment import (
     GivingWayConfig,
     ModelConfig,
     ReplicaConfig,
-    RequestConditions,
+    RequestSetting,
     Timeouts,
     build_configured_headers,
     build_traffic_route,
@@ -219,7 +219,7 @@ def build_pools_by_name(
 
 
 def build_model_router(
-    model_entries: Sequence[ModelEntries], rules: Sequence[RequestConditions] = ()
+    model_entries: Sequence[ModelEntries], rules: Sequence[RequestSetting] = ()
 ) -> ModelRouter:
     """Build the router. Its pools have the order of `model_entries`, and `rules` must name only these models."""
     return ModelRouter(

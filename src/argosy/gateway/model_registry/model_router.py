@@ -14,7 +14,9 @@ import structlog
 from argosy.deployment import (
     MAX_MODEL_NAME_LENGTH,
     ContentRule,
+    PromptConfig,
     RequestConditions,
+    RequestSetting,
     RouteConfig,
     compile_content_rule,
 )
@@ -25,6 +27,7 @@ from argosy.gateway.model_registry.adapter_index import (
     resolve_owners,
     select_version,
 )
+from argosy.gateway.model_registry.prompt_index import PromptIndex, resolve_prompt_owners
 from argosy.gateway.model_registry.prompt_router import PromptDecision, PromptRouter
 from argosy.gateway.model_routes import RULE_SETTINGS, RequestRule, compile_rules, find_subject
 from argosy.gateway.pool import Pool, PoolVersions, ReplicaEndpoint
@@ -85,7 +88,7 @@ class ModelRouter:
     def __init__(
         self,
         pools_by_name: Mapping[str, Pool],
-        rules: Sequence[RequestConditions] = (),
+        rules: Sequence[RequestSetting] = (),
         adapters: Sequence[DeclaredAdapter] = (),
     ) -> None:
         self._created_at = int(time.time())
@@ -94,7 +97,7 @@ class ModelRouter:
         self._logged_unknown_models: set[str] = set()
         """Unknown models in limits and prices, as last logged."""
         self._snapshot_read_at = -math.inf
-        self._adapters_read_at = -math.inf
+        self._registries_read_at = -math.inf
         self._decisions = dict[tuple[str, str], _Decision]()
         """Decisions that the last applied snapshot may lack, by model and replica."""
         self._prompts = PromptRouter()
@@ -103,7 +106,7 @@ class ModelRouter:
     def replace_models(
         self,
         pools_by_name: Mapping[str, Pool],
-        rules: Sequence[RequestConditions],
+        rules: Sequence[RequestSetting],
         adapters: Sequence[DeclaredAdapter] = (),
     ) -> None:
         """Replace all models, rules for requests and declared adapters.
@@ -122,16 +125,20 @@ class ModelRouter:
             [
                 (rule, compile_content_rule(rule) if isinstance(rule, ContentRule) else None)
                 for rule in rules
+                if isinstance(rule, RequestConditions)
             ],
         )
+        self._declared_prompts = [rule for rule in rules if isinstance(rule, PromptConfig)]
+        self.prompts = PromptIndex()
+        """Prompts of the settings and the store."""
         self.rules = self._build_rules(AccountSnapshot())
         """Rules for requests by their kind, in their order."""
         self._prompts.keep_routes({rule.name for rule in self.rules[RouteConfig]})
         self._declared_adapters = adapters
-        self._adapters_read_at = -math.inf
+        self._registries_read_at = -math.inf
         self.declared_adapters: list[Adapter] = []
         """Adapters in the settings, with the ids of their owners."""
-        self.prepare_adapters(AccountSnapshot(read_at=-math.inf))()
+        self.prepare_registries(AccountSnapshot(read_at=-math.inf))()
 
     @property
     def all_pools(self) -> list[Pool]:
@@ -155,8 +162,10 @@ class ModelRouter:
         }
         _, unknown_owners = resolve_owners(self._declared_adapters, snapshot)
         unknown_tenants |= {f"adapter {name}": (owner,) for name, owner in unknown_owners.items()}
+        _, unknown_owners = resolve_prompt_owners(self._declared_prompts, snapshot)
+        unknown_tenants |= {f"prompt {name}": (owner,) for name, owner in unknown_owners.items()}
         terms: tuple[Limit | Price, ...] = (*snapshot.limits, *snapshot.prices)
-        apply_adapters = self.prepare_adapters(snapshot)
+        apply_registries = self.prepare_registries(snapshot)
         known_models = self._pools_by_name.keys() | {each.name for each in snapshot.adapters}
         unknown_models = {term.model for term in terms if term.model} - known_models
         replica_settings: dict[str, dict[str, ReplicaSetting]] = {}
@@ -176,7 +185,7 @@ class ModelRouter:
             self.rules = rules
             self._logged_unknown_tenants = unknown_tenants
             self._logged_unknown_models = unknown_models
-            apply_adapters()
+            apply_registries()
             self._snapshot_read_at = snapshot.read_at
             self._decisions = {
                 key: decision
@@ -191,15 +200,17 @@ class ModelRouter:
 
         return apply
 
-    def prepare_adapters(self, snapshot: AccountSnapshot) -> Callable[[], None]:
-        """Index the adapters of a snapshot, and return a function that applies them in order. Thread-safe."""
+    def prepare_registries(self, snapshot: AccountSnapshot) -> Callable[[], None]:
+        """Index adapters and prompts of a snapshot, and return a function that applies them in order. Thread-safe."""
         declared, _ = resolve_owners(self._declared_adapters, snapshot)
         adapters = AdapterIndex([*snapshot.adapters, *declared])
+        declared_prompts, _ = resolve_prompt_owners(self._declared_prompts, snapshot)
+        prompts = PromptIndex(snapshot.prompts, declared_prompts)
 
         def apply() -> None:
-            if snapshot.read_at >= self._adapters_read_at:
-                self._adapters, self._adapters_read_at = adapters, snapshot.read_at
-                self.declared_adapters = declared
+            if snapshot.read_at >= self._registries_read_at:
+                self._adapters, self._registries_read_at = adapters, snapshot.read_at
+                self.declared_adapters, self.prompts = declared, prompts
 
         return apply
 
@@ -422,20 +433,21 @@ class ModelRouter:
         headers: Mapping[bytes, bytes],
         fields: RequestFields | None,
         request_id: str,
-        answering: Pool | None,
+        answering: Pool | None = None,
     ) -> RequestRule | None:
         """Return the first rule of a kind that matches a request; None if none does.
 
         A rule for a model holds for requests to it, and for those that `answering`, its pool, answers: by a route, or
-        as the base model of an adapter. Requests that only store something have neither, nor fields.
+        as the base model of an adapter. Without a known model, only rules without a model hold. Requests that only
+        store something have no fields.
         """
         rules = self.rules[kind]
         if not rules:
             return None
         models: set[str | None] = {None}
-        if fields is not None and answering is not None:
-            requested = self._pools_by_name.get(self._match_alias(fields.model), answering)
-            models = {requested.model, answering.model}
+        if fields is not None:
+            pools = (self._pools_by_name.get(self._match_alias(fields.model)), answering)
+            models = {pool.model for pool in pools if pool is not None} or {""}
         subject, now = find_subject(principal, headers, fields, request_id), time.time()
         return next(
             (

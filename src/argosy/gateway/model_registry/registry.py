@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from argosy.deployment import RequestConditions
+from argosy.deployment import RequestSetting
 from argosy.gateway.model_registry.model_entries import (
     ModelEntries,
     build_model_router,
@@ -35,7 +35,7 @@ class ModelRegistry:
     def __init__(
         self,
         model_entries: Sequence[ModelEntries],
-        rules: Sequence[RequestConditions],
+        rules: Sequence[RequestSetting],
         resolve: Resolver,
     ) -> None:
         self.router = build_model_router(model_entries, rules)
@@ -68,7 +68,7 @@ class ModelRegistry:
                     await membership.wait_first_probes()
 
     def apply_config(
-        self, model_entries: Sequence[ModelEntries], rules: Sequence[RequestConditions]
+        self, model_entries: Sequence[ModelEntries], rules: Sequence[RequestSetting]
     ) -> None:
         """Replace the served models and the rules for requests in one step. Queued and running requests continue.
 

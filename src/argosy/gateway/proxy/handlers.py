@@ -17,6 +17,7 @@ from argosy.deployment import (
     CacheRule,
     ContentRule,
     GatewayConfig,
+    PromptRule,
     RequestConditions,
     TruncationRule,
 )
@@ -27,6 +28,7 @@ from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.model_routes import RequestRule
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
+from argosy.gateway.prompt_rendering import render_prompt
 from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
 from argosy.gateway.proxy.caching_writer import CachingWriter
 from argosy.gateway.proxy.constraint_check import (
@@ -64,6 +66,7 @@ from argosy.gateway.request_context import (
     run_filters,
 )
 from argosy.gateway.request_fields import (
+    PROMPT_ID,
     RequestFields,
     measure_prompt,
     parse_pooled_fields,
@@ -242,11 +245,11 @@ class CompletionHandlers:
         if len(body) < LARGE_BODY_BYTES:
             fields = _parse_fields(body, *options)
         else:
-            fields = await exchange.parse_body(
-                body, lambda body: measure_prompt(_parse_fields(body, *options))
-            )
+            fields = await _parse_large_fields(exchange, body, *options)
         if fields.request_id:
             exchange.set_request_id(fields.request_id)
+        if PROMPT_ID in fields.raw or self._models.rules[PromptRule]:
+            fields = await self._render_prompt(exchange, fields, principal, *options)
         context = self._build_context(exchange, fields, api, principal)
         writer: ResponseWriter = (
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
@@ -276,6 +279,24 @@ class CompletionHandlers:
             complete_filters(context)
             # Break a cycle, since the error's traceback refers to this frame and the whole response.
             context.error = None
+
+    async def _render_prompt(
+        self,
+        exchange: HttpExchange,
+        fields: RequestFields,
+        principal: Principal,
+        api: ApiShape,
+        cache_domain: str,
+        session_id: str,
+    ) -> RequestFields:
+        """Return the fields with the prompt that the request names, or that a rule binds. Raises as `render_prompt`."""
+        if not api.generates:
+            return fields
+        rendered = await render_prompt(self._models, fields, principal, exchange)
+        if rendered is None:
+            return fields
+        fields = await _parse_large_fields(exchange, rendered.body, api, cache_domain, session_id)
+        return msgspec.structs.replace(fields, prompt_version=rendered.version)
 
     def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
         """Return a writer that filters the response, keeps it and paces it, as rules and flags of its sender say."""
@@ -337,7 +358,9 @@ class CompletionHandlers:
         if self._models.rules[ContentRule]:
             content = self._find_content(exchange, fields, pool, principal)
         now = self._clock()
-        trace = RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now)
+        trace = RequestTrace(
+            arrived_at=exchange.arrived_at, parsed_at=now, prompt=fields.prompt_version
+        )
         if target.decisions:
             trace.routing = [decision.to_dict() for _, decision in target.decisions]
         return RequestContext(
@@ -617,6 +640,17 @@ def _parse_fields(body: bytes, api: ApiShape, cache_domain: str, session_id: str
         cache_domain=cache_domain,
         session_id=session_id,
     )
+
+
+async def _parse_large_fields(
+    exchange: HttpExchange, body: bytes, api: ApiShape, cache_domain: str, session_id: str
+) -> RequestFields:
+    """Parse and measure a body that may be large. Raises as `parse_request_fields` does."""
+
+    def parse(body: bytes) -> RequestFields:
+        return measure_prompt(_parse_fields(body, api, cache_domain, session_id))
+
+    return await exchange.parse_body(body, parse)
 
 
 def _check_pool(pool: Pool, fields: RequestFields, api: ApiShape) -> set[str]:

@@ -59,6 +59,15 @@ class ResponsesReasoningConfig(msgspec.Struct, gc=False):
         return self.summary or self.generate_summary
 
 
+class ResponsesPrompt(msgspec.Struct, gc=False):
+    """Prompt of the server that stands before the input."""
+
+    id: str
+    version: str | int | None = None
+    variables: JsonObject | None = None
+    """Values of its variables: plain data, or parts of type `input_text`."""
+
+
 class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`."""
 
@@ -83,7 +92,7 @@ class ResponsesRequest(ExtensionFields, frozen=True, kw_only=True):
     top_p: float | None = None
     top_logprobs: int | None = None
     truncation: str | None = None
-    prompt: JsonObject | None = None
+    prompt: ResponsesPrompt | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
     user: str | None = None
@@ -140,9 +149,6 @@ def parse_responses_request(
     if request.conversation is not None and not request.conversation_id:
         message = "Missing parameter 'conversation.id'. Add it."
         raise invalid_request(message, "conversation.id", "missing_required_parameter")
-    if request.prompt is not None:
-        message = "Stored prompts are not supported. Send the prompt's text in 'instructions'."
-        raise invalid_request(message, "prompt", "unsupported_parameter")
     return request, ignored
 
 
@@ -196,6 +202,7 @@ def translate_responses_request(
         "user": request.user,
         "safety_identifier": request.safety_identifier,
         "prompt_cache_key": request.prompt_cache_key,
+        **_translate_prompt(request.prompt),
         **request.extension_fields(),
     }
     unused = [name for name in _FIELDS_WITHOUT_EFFECT if getattr(request, name) is not None]
@@ -210,6 +217,29 @@ def translate_responses_request(
         output=output,
         ignored=(*unused, *tools.ignored, *translator.ignored),
     )
+
+
+def _translate_prompt(prompt: ResponsesPrompt | None) -> JsonObject:
+    """Return the fields of a chat that name a prompt. Raises ApiError 400 for a picture or a file as variable."""
+    if prompt is None:
+        return {}
+    variables: JsonObject = {}
+    for name, value in (prompt.variables or {}).items():
+        match value:
+            case {"type": "input_text", "text": str(text)}:
+                variables[name] = text
+            case {"type": "input_image" | "input_file"}:
+                message = (
+                    f"The variable {name[:100]!r} must be text. Send pictures and files in 'input'."
+                )
+                raise invalid_request(message, "prompt.variables", "unsupported_parameter")
+            case _:
+                variables[name] = value
+    return {
+        "prompt_id": prompt.id,
+        "prompt_version": prompt.version,
+        "prompt_variables": variables,
+    }
 
 
 def _translate_text_format(text_format: JsonObject | None) -> JsonObject | None:
@@ -245,6 +275,7 @@ def _describe_request(request: ResponsesRequest) -> dict[str, Any]:
         "model": request.model,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
+        "prompt": request.prompt,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary_kind},
         "safety_identifier": request.safety_identifier,
