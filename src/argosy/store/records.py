@@ -67,12 +67,16 @@ StepSeconds = Annotated[float, Meta(ge=1, le=86_400)]
 DEFAULT_STEP_S = 120.0
 """Shortest time of a step of an adapter's rollout."""
 Percent = Annotated[int, Meta(ge=0, le=100)]
-PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$(?!\n)")]
+PromptName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$(?!\n)", examples=["support"])
+]
 PRODUCTION = "production"
 """Label of the version of a prompt that requests get which name none."""
 LATEST = "latest"
 """Stands for the version of a prompt with the highest number."""
-PromptLabel = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$(?!\n)")]
+PromptLabel = Annotated[
+    str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$(?!\n)", examples=["staging"])
+]
 PromptVersionNumber = Annotated[int, Meta(ge=1, le=1_000_000)]
 MAX_PROMPT_BYTES = 1 << 18
 """Maximum size of one version of a prompt as JSON."""

@@ -14,6 +14,7 @@ from msgspec.inspect import (
     FloatType,
     IntType,
     LiteralType,
+    Metadata,
     StrType,
     UnionType,
     VarTupleType,
@@ -112,6 +113,8 @@ def _record_columns(record_type: type[msgspec.Struct], **references: str) -> lis
     columns: list[Column[Any]] = []
     for field in msgspec.structs.fields(record_type):
         described = msgspec.inspect.type_info(field.type)
+        if isinstance(described, Metadata):  # has examples
+            described = described.type
         types = described.types if isinstance(described, UnionType) else (described,)
         stored = next(_COLUMN_TYPES[type(each)] for each in types if type(each) in _COLUMN_TYPES)
         keys = [ForeignKey(references[field.name])] if field.name in references else []
