@@ -8,9 +8,8 @@ from typing import Any, cast
 
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.pool import Pool
-from argosy.gateway.pooling_handlers import EMBEDDINGS
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_context import CHAT, RequestContext
+from argosy.gateway.request_context import CHAT, EMBEDDINGS, RequestContext
 from argosy.gateway.request_fields import parse_pooled_fields, parse_request_fields
 from argosy.http_server import HttpExchange
 from argosy.policy import RequestStatus

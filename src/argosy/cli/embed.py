@@ -55,7 +55,7 @@ def embed(
     fields = {name: value for name, value in options.items() if value is not None}
     with open_client(url, api_key) as client, fail_without_server(url):
         body = {"model": model or _find_model(client), "input": inputs, **fields}
-        vectors = _fetch_vectors(client, body)
+        vectors = fetch_vectors(client, body)
     if json:
         _print_json(inputs, vectors)
         return
@@ -70,7 +70,7 @@ def embed(
 
 def _find_model(client: httpx2.Client) -> str:
     """Return the name of the server's first model that embeds."""
-    cards = _send(client, "GET", "/v1/models").get("data") or ()
+    cards = send_json(client, "GET", "/v1/models").get("data") or ()
     names = [str(card["id"]) for card in cards if "embed" in (card.get("tasks") or ())]
     if not names:
         fail(
@@ -80,8 +80,9 @@ def _find_model(client: httpx2.Client) -> str:
     return names[0]
 
 
-def _fetch_vectors(client: httpx2.Client, body: dict[str, Any]) -> list[list[float]]:
-    response = _send(client, "POST", "/v1/embeddings", body)
+def fetch_vectors(client: httpx2.Client, body: dict[str, Any]) -> list[list[float]]:
+    """Return the vectors of the texts in a request for embeddings, in their order. An error ends the command."""
+    response = send_json(client, "POST", "/v1/embeddings", body)
     try:
         vectors = sorted(response["data"], key=lambda vector: vector["index"])
         return [vector["embedding"] for vector in vectors]
@@ -89,7 +90,7 @@ def _fetch_vectors(client: httpx2.Client, body: dict[str, Any]) -> list[list[flo
         fail(OTHER_API)
 
 
-def _send(
+def send_json(
     client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the JSON object that the server answers. An error ends the command."""

@@ -155,6 +155,7 @@ from argosy.deployment.settings.routing_config import (
     ClassifierConfig,
     RequestConditions,
     RouteConfig,
+    SemanticCacheConfig,
     TrafficTarget,
     TruncationRule,
     build_traffic_route,

@@ -10,7 +10,7 @@ from functools import partial
 from argosy.gateway.dialects import start_rendering
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers
-from argosy.gateway.request_context import ApiShape
+from argosy.gateway.request_context import EMBEDDINGS, POOLING_FIELDS, ApiShape
 from argosy.http_server import HttpExchange
 from argosy.protocol.dialects import (
     is_tei_request,
@@ -19,13 +19,10 @@ from argosy.protocol.dialects import (
     translate_tei_rerank,
 )
 
-_INPUT_FIELDS = ("input", "messages")
-"""Names of the inputs. vLLM also embeds and classifies chats."""
-EMBEDDINGS = ApiShape(b"/v1/embeddings", _INPUT_FIELDS, "embd", tasks=frozenset({"embed"}))
 POOLING = ApiShape(
-    b"/pooling", _INPUT_FIELDS, "pool", tasks=frozenset({"embed", "token_embed", "classify"})
+    b"/pooling", POOLING_FIELDS, "pool", tasks=frozenset({"embed", "token_embed", "classify"})
 )
-CLASSIFY = ApiShape(b"/classify", _INPUT_FIELDS, "classify", tasks=frozenset({"classify"}))
+CLASSIFY = ApiShape(b"/classify", POOLING_FIELDS, "classify", tasks=frozenset({"classify"}))
 SCORE = ApiShape(
     b"/score",
     ("text_2", "documents", "items", "data_2"),

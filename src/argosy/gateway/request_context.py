@@ -79,6 +79,9 @@ class ApiShape:
 
 CHAT = ApiShape(CHAT_PATH, ("messages",), "chatcmpl", "chat.completion", "chat.completion.chunk")
 COMPLETION = ApiShape(COMPLETION_PATH, ("prompt",), "cmpl", "text_completion", "text_completion")
+POOLING_FIELDS = ("input", "messages")
+"""Names of the inputs of models that pool. vLLM also embeds and classifies chats."""
+EMBEDDINGS = ApiShape(b"/v1/embeddings", POOLING_FIELDS, "embd", tasks=frozenset({"embed"}))
 
 
 class EndReason(enum.Enum):

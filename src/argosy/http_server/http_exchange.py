@@ -191,6 +191,7 @@ class HttpExchange:
         transport: ResponseTransport,
         *,
         method: str | None = None,
+        path: str | None = None,
         dropped_headers: Collection[bytes] = (),
     ) -> HttpExchange:
         """Return an exchange of the same request over another transport, for work that outlives the connection.
@@ -198,11 +199,12 @@ class HttpExchange:
         Args:
             transport: The other transport.
             method: Method of the new request; None for that of this one.
+            path: Its path; None for that of this one.
             dropped_headers: Names of headers that the new request does not have.
         """
         request = HttpRequest(
             method or self.method,
-            self._request.path,
+            path or self._request.path,
             self._request.query,
             [one for one in self._request.headers if one[0] not in dropped_headers],
             self._request.peer_address,

@@ -169,7 +169,13 @@ class GatewayMetrics(Collector):
         )
         self.cache_requests = self._add_counter(
             "argosy_gateway_cache_requests",
-            "Requests that a cache rule matches, by how the cache answered: hit, joined, miss or bypass.",
+            "Requests that a cache rule matches, by how the cache answered: hit, joined, semantic, miss or bypass.",
+            *("rule", "result"),
+        )
+        self.semantic_lookups = self._add_counter(
+            "argosy_gateway_semantic_lookups",
+            "Questions of rules with `semantic`: served, would_serve (dry run), rejected, none or unavailable; and "
+            "answers that a dry run compared: agreed or differed.",
             *("rule", "result"),
         )
         self.route_decisions = self._add_counter(

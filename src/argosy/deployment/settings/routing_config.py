@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.policy import TruncationPolicy
+from argosy.policy.paraphrase import CacheEvaluation, GuardName, guard_version
 from argosy.policy.traffic import (
     ClassifierTarget,
     DailyWindow,
@@ -165,6 +166,31 @@ class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
         return self.classifier is not None or self.dry_run
 
 
+class SemanticCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings for answers to similar questions. They need the evaluation that `argosy cache evaluate` prints."""
+
+    embedding_model: ByOperator[str]
+    """Model that embeds questions, by any of its names. Its tokens are billed to the project that asks."""
+    threshold: ByOperator[Annotated[float, Meta(ge=0.85, le=1)]] = 0.85
+    """Smallest cosine similarity of two questions with the same answer."""
+    guard: ByOperator[GuardName] = "no_substitution"
+    """How words are compared: `no_residual` wants the same words or synonyms in the same order, and with
+    `no_substitution` one question may have more."""
+    dry_run: ByOperator[bool] = False
+    """Only count which answers would have been sent, and compare some of them with the computed ones."""
+    compared_share: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.1
+    """Share of these answers that a dry run compares, which embeds both."""
+    max_entries: ByOperator[Annotated[int, Meta(ge=1, le=20_000)]] = 5000
+    """Most questions that a gateway keeps for a project. Those that were used least recently are dropped first."""
+    timeout_s: ByOperator[Annotated[float, Meta(gt=0, le=10)]] = 0.5
+    """How long a request waits for the embedding. Then its answer is computed."""
+    max_wrong_answers: ByOperator[Annotated[float, Meta(gt=0, le=0.2)]] = 0.05
+    """Declared bound of the share of wrong answers to similar questions with another answer. The upper 95 % bound of
+    the evaluation has to be below it."""
+    evaluation: ByOperator[CacheEvaluation | None] = None
+    """Result of `argosy cache evaluate`. Only a dry run does without."""
+
+
 class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one cache rule: its conditions, and which answers are kept and replayed if they hold."""
 
@@ -176,6 +202,8 @@ class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fie
     """Keep answers to requests with tools as well."""
     charge: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.0
     """Part of the model's price that a replayed answer costs."""
+    semantic: ByOperator[SemanticCacheConfig | None] = None
+    """Answer similar questions, too. Off by default."""
 
 
 class TruncationRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,6 +233,8 @@ def validate_conditions(
         if model is not None and model not in model_names:
             known = ", ".join(sorted(model_names))
             raise ValueError(f"{key}: no model has the name {model!r}. Use one of {known}.")
+    if isinstance(config, CacheRule) and config.semantic is not None:
+        _validate_semantic_cache(config.semantic, model_names)
     if not has_accounts and (config.tenants or config.tiers or config.flags):
         raise ValueError(
             "tenants, tiers and flags belong to accounts, which need a store. Add `store`, or remove them."
@@ -272,6 +302,37 @@ def read_classifier(path: Path, where: str) -> PromptClassifier:
         raise ValueError(
             f"{where}: {path} is no classifier ({error}). Write it with `argosy routing train`."
         ) from error
+
+
+def _validate_semantic_cache(config: SemanticCacheConfig, model_names: Collection[str]) -> None:
+    """Check that a semantic cache may be on. Raises ValueError, whose message says what to change."""
+    if config.embedding_model not in model_names:
+        known = ", ".join(sorted(model_names))
+        raise ValueError(
+            f"semantic.embedding_model: no model has the name {config.embedding_model!r}. Use one of {known}."
+        )
+    if config.dry_run:
+        return
+    evaluation, command = config.evaluation, "argosy cache evaluate"
+    if evaluation is None:
+        raise ValueError(
+            f"semantic.evaluation is missing. Add what `{command}` prints, or set dry_run: true."
+        )
+    if evaluation.guard != config.guard or evaluation.guard_version != guard_version():
+        raise ValueError(
+            f"semantic.evaluation is of the guard {evaluation.guard} {evaluation.guard_version}, and not of "
+            f"{config.guard} {guard_version()}. Run `{command}` again."
+        )
+    if evaluation.threshold > config.threshold:
+        raise ValueError(
+            f"semantic.evaluation is of the threshold {evaluation.threshold:g}. Use no lower one than that."
+        )
+    if evaluation.wrong_bound > config.max_wrong_answers:
+        raise ValueError(
+            f"semantic.evaluation: up to {evaluation.wrong_bound:.2%} wrong answers ({evaluation.wrong_answers} of "
+            f"{evaluation.unequal_pairs} pairs, upper 95 % bound) are more than max_wrong_answers "
+            f"{config.max_wrong_answers:.2%}. Use a higher threshold, another guard or more pairs."
+        )
 
 
 def rule_name(config: RequestConditions, setting: str, index: int) -> str:

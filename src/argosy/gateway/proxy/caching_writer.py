@@ -16,6 +16,7 @@ from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
 from argosy.gateway.filters import begin_usage_row
 from argosy.gateway.proxy.response_cache import ResponseCache, compute_key
 from argosy.gateway.proxy.response_writers import ResponseWriter, WrappingWriter
+from argosy.gateway.proxy.semantic_cache import SemanticCache, SemanticLookup
 from argosy.gateway.proxy.single_flight import CacheEntry, Flight
 from argosy.gateway.request_context import (
     CHAT,
@@ -30,9 +31,9 @@ from argosy.protocol import EVENT_END, SSE_DONE, ApiError, event_data, format_ev
 from argosy.store import InFlightClaim
 
 CACHE_HEADER = b"x-argosy-cache"
-"""Response header with how the cache answered: `hit`, `joined`, `miss` or `bypass`."""
-CACHE_ROUTE = "response_cache"
-"""Route name of requests that the cache answers, in the ledger."""
+"""Response header with how the cache answered: `hit`, `joined`, `semantic`, `miss` or `bypass`."""
+ROUTES = {"hit": "response_cache", "joined": "response_cache", "semantic": "semantic_cache"}
+"""Route names of requests that the cache answers, in the ledger."""
 MAX_ELECTIONS = 2
 """Failed requests after which others that waited for them compute the answer in turn. Then all get the last error."""
 _DONE = b"[DONE]"
@@ -49,6 +50,7 @@ class CachingWriter(WrappingWriter):
         context: RequestContext,
         rule: CacheRule,
         rule_name: str,
+        semantic: SemanticCache,
     ) -> None:
         """Create the writer of a request that a rule matches.
 
@@ -58,17 +60,23 @@ class CachingWriter(WrappingWriter):
             context: The request.
             rule: The rule.
             rule_name: Its name in explanations and metrics.
+            semantic: Answers similar requests, if the rule says so.
         """
         super().__init__(writer)
         self._cache = cache
         self._context = context
         self._rule = rule
         self._rule_name = rule_name
+        self._semantic = semantic
+        self._lookup: SemanticLookup | None = None
+        """The question that was looked up in the semantic cache."""
         self._claim = InFlightClaim(context.response_id, b"")
         self._key = ""
         self._flight: Flight | None = None
         """The flight in which this request computes the answer; None if it does not, or the flight has ended."""
         self._recorded_bytes = 0
+        self._full_rates = context.rates
+        """Rates of a computed answer."""
         self._is_finished = False
         """Whether all events of a complete answer were written."""
         self._had_output = False
@@ -130,9 +138,18 @@ class CachingWriter(WrappingWriter):
                 entry = self._cache.create_entry(context, chunks)
             if chunks is not None:
                 self._cache.release_bytes(self._recorded_bytes)
-            self._cache.settle(self._key, flight, self._claim, entry, context.error)
+            is_kept = self._cache.settle(self._key, flight, self._claim, entry, context.error)
             self._flight = None
+            if is_kept and entry is not None:
+                self._add_question(entry)
         self._writer.close()
+
+    def _add_question(self, computed: CacheEntry) -> None:
+        """Let similar questions find a kept answer."""
+        config, lookup = self._rule.semantic, self._lookup
+        if config is not None and lookup is not None:
+            self._semantic.add(lookup, config, self._key)
+            self._semantic.compare(self._context, self._rule_name, config, lookup, computed)
 
     async def replay(self) -> bool:
         """Answer from the cache, or with a running answer. Returns False if the answer has to be computed.
@@ -154,9 +171,10 @@ class CachingWriter(WrappingWriter):
             flight = self._cache.find_flight(self._key)
             if flight is None:
                 flight = self._flight = self._create_flight()
-                if await self._cache.start_flight(
+                is_claimed = await self._cache.start_flight(
                     self._key, flight, self._claim, self._rule.max_age_s, is_refresh=is_refresh
-                ):
+                )
+                if is_claimed and not await self._find_similar(flight):
                     self._record_result("miss", None)
                     return False
                 self._flight = None
@@ -171,6 +189,19 @@ class CachingWriter(WrappingWriter):
             raise error
         self._record_result("bypass", None)
         return False
+
+    async def _find_similar(self, flight: Flight) -> bool:
+        """End a flight with the answer to a similar request. Returns False if there is none."""
+        config = self._rule.semantic
+        if config is None:
+            return False
+        lookup = self._lookup = await self._semantic.find(
+            self._context, self._rule, self._rule_name
+        )
+        if lookup is None or lookup.entry is None or config.dry_run:
+            return False
+        self._cache.settle_similar(self._key, flight, self._claim, lookup.entry)
+        return True
 
     def _create_flight(self) -> Flight:
         """Create a flight. A deadline of the client's own would end the answers of others."""
@@ -195,7 +226,10 @@ class CachingWriter(WrappingWriter):
         self._cache.count(self._rule_name, result)
         context.response_headers.append((CACHE_HEADER, result.encode()))
         row: dict[str, Any] = {"rule": self._rule_name, "result": result}
-        if result == "hit" and entry is not None:
+        lookup = self._lookup
+        if lookup is not None and lookup.entry is not None:
+            row["similarity"] = round(lookup.similarity, 4)
+        if result in ROUTES and entry is not None:
             age_s = self._cache.age_s(entry)
             context.response_headers.append((b"age", b"%d" % age_s))
             row["age_s"] = round(age_s, 1)
@@ -240,9 +274,11 @@ class CachingWriter(WrappingWriter):
     async def _start(self, flight: Flight) -> None:
         """Start the response with chunks of a flight."""
         context, rates, charge = self._context, self._context.rates, self._rule.charge
-        self._record_result("hit" if flight.is_kept else "joined", flight.entry)
+        result = flight.kept_as or "joined"
+        self._record_result(result, flight.entry)
         context.trace.first_token_at = time.monotonic()
-        context.route_name = context.trace.route_name = CACHE_ROUTE
+        context.route_name = context.trace.route_name = ROUTES[result]
+        self._full_rates = rates
         context.rates = Rates(
             int(rates.input * charge), int(rates.cached_input * charge), int(rates.output * charge)
         )
@@ -258,6 +294,11 @@ class CachingWriter(WrappingWriter):
         delivered.output_tokens = usage.output_tokens
         delivered.reasoning_tokens, delivered.prediction = usage.reasoning_tokens, usage.prediction
         delivered.finish_reasons.update(entry.finish_reasons)
+        context.trace.cache[-1] |= {
+            "saved_s": round(entry.duration_s, 3),
+            "saved_nano_dollars": self._full_rates.cost_nano_dollars(usage)
+            - context.rates.cost_nano_dollars(usage),
+        }
         if context.fields.include_usage:
             final = {"model": context.model, "choices": [], "usage": usage.to_wire()}
             self._writer.write_events(format_event(msgspec.json.encode(self._envelope() | final)))

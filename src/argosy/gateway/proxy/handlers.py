@@ -40,6 +40,7 @@ from argosy.gateway.proxy.constraint_check import (
 from argosy.gateway.proxy.content_writer import ContentFilterWriter
 from argosy.gateway.proxy.demand_meter import DemandReport
 from argosy.gateway.proxy.fast_path import FastPath
+from argosy.gateway.proxy.model_call import ModelCaller
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
@@ -51,6 +52,7 @@ from argosy.gateway.proxy.response_writers import (
     StreamingWriter,
 )
 from argosy.gateway.proxy.routing_preview import RoutingPreviewer
+from argosy.gateway.proxy.semantic_cache import SemanticCache
 from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
 from argosy.gateway.proxy.start_wait import find_start_wait_s
 from argosy.gateway.proxy.stream_pacing import pace_stream
@@ -131,6 +133,11 @@ class CompletionHandlers:
         self._outcomes = outcomes
         self._cache = cache
         self._adapter_meter = adapter_meter
+        self._semantic_cache: SemanticCache | None = None
+        if cache is not None:
+            self._semantic_cache = SemanticCache(
+                models, ModelCaller(self.handle), cache, config.response_cache.max_bytes
+            )
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
@@ -307,12 +314,14 @@ class CompletionHandlers:
         # Answers in Redis may reach a disk, and they are kept as they are before they are filtered.
         is_stored = self._config.limits.redis is not None
         may_keep = context.content is None or not (is_stored and context.content.filters_storage)
-        if self._cache is not None and self._models.rules[CacheRule] and may_keep:
+        cache, semantic = self._cache, self._semantic_cache
+        has_rules = may_keep and self._models.rules[CacheRule]
+        if cache is not None and semantic is not None and has_rules:
             rule = self._find_rule(
                 CacheRule, context.principal, context.exchange, context.fields, context.pool
             )
             if rule is not None and isinstance(rule.config, CacheRule):
-                writer = CachingWriter(self._cache, writer, context, rule.config, rule.name)
+                writer = CachingWriter(cache, writer, context, rule.config, rule.name, semantic)
         return writer
 
     def _find_rule(

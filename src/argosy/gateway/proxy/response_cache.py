@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import structlog
@@ -59,9 +61,10 @@ class ResponseCache:
             clock: Seconds since the epoch.
         """
         self._store = store
-        self._metrics = metrics
+        self.metrics = metrics
         self._max_response_bytes = max_response_bytes
         self._clock = clock
+        self._numbers = itertools.count()
         self._flights: dict[str, Flight] = {}
         """Answers that this gateway finds or computes, by key."""
 
@@ -100,7 +103,7 @@ class ResponseCache:
                 if isinstance(existing, CachedResponse):
                     entry = _open_entry(key, existing)
                     if entry is not None and self._clock() - entry.stored_at <= max_age_s:
-                        flight.is_kept = True
+                        flight.kept_as = "hit"
                         self._end_flight(key, flight, entry)
                         break
                     await self._store.forget(key)
@@ -121,8 +124,8 @@ class ResponseCache:
         claim: InFlightClaim,
         entry: CacheEntry | None,
         error: ApiError | None,
-    ) -> None:
-        """End the flight of a claimed key.
+    ) -> bool:
+        """End the flight of a claimed key. Returns whether its answer was kept.
 
         Args:
             key: The key.
@@ -143,6 +146,25 @@ class ResponseCache:
             )
         self._store.settle_claim(key, claim, response)
         self._end_flight(key, flight, entry, error)
+        return response is not None
+
+    async def read(self, key: str, max_age_s: float) -> CacheEntry | None:
+        """Return the kept answer of a key; None if there is none, or it is too old. The key is not claimed."""
+        claim = InFlightClaim(f"read-{next(self._numbers)}", b"")
+        existing = await self._store.claim(key, claim)
+        if existing is None:
+            self._store.settle_claim(key, claim, None)
+        entry = _open_entry(key, existing) if isinstance(existing, CachedResponse) else None
+        is_valid = entry is not None and self.age_s(entry) <= max_age_s
+        return entry if is_valid else None
+
+    def settle_similar(
+        self, key: str, flight: Flight, claim: InFlightClaim, entry: CacheEntry
+    ) -> None:
+        """End the flight of a claimed key with the answer to a similar request."""
+        self._store.settle_claim(key, claim, None)
+        flight.kept_as = "semantic"
+        self._end_flight(key, flight, entry)
 
     def reserve_bytes(self, size_bytes: int, total_bytes: int, flight: Flight) -> bool:
         """Reserve memory for an answer that has `total_bytes` by then. Returns whether its chunks are kept."""
@@ -155,12 +177,15 @@ class ResponseCache:
 
     def count(self, rule: str, result: str) -> None:
         """Count a request by how the cache answered."""
-        self._metrics.cache_requests.add((rule, result))
+        self.metrics.cache_requests.add((rule, result))
 
     def create_entry(self, context: RequestContext, chunks: list[bytes]) -> CacheEntry:
         """Create the entry of a complete answer."""
-        delivered = context.delivered
-        return CacheEntry(self._clock(), delivered.usage, dict(delivered.finish_reasons), chunks)
+        delivered, trace = context.delivered, context.trace
+        duration_s = time.monotonic() - (trace.admitted_at or trace.arrived_at)
+        return CacheEntry(
+            self._clock(), delivered.usage, dict(delivered.finish_reasons), chunks, duration_s
+        )
 
     def _end_flight(
         self, key: str, flight: Flight, entry: CacheEntry | None, error: ApiError | None = None
@@ -176,6 +201,25 @@ class ResponseCache:
 
 def compute_key(context: RequestContext) -> str:
     """Return the key of a request, which begins with a digest of its tenant (see `IdempotencyStore`)."""
+    owner, parts = _describe(context)
+    return f"{_tenant(owner)}.{_digest((owner, parts))}"
+
+
+def compute_partition(context: RequestContext, messages: object, extra: object) -> tuple[str, str]:
+    """Return the tenant of a request, and the partition of those that differ from it in one question only.
+
+    Args:
+        context: The request.
+        messages: Its messages without the question.
+        extra: Whatever else has to be equal.
+    """
+    owner, (*computed_by, content) = _describe(context)
+    content = {**content, "messages": messages}
+    return _tenant(owner), _digest((owner, computed_by, content, extra))
+
+
+def _describe(context: RequestContext) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Return the owner of a request, and what decides its answer, with the fields of its body last."""
     fields, principal, pool = context.fields, context.principal, context.pool
     own = "" if principal.project else principal.user or principal.key
     owner = (principal.organisation, principal.project, own)
@@ -188,11 +232,16 @@ def compute_key(context: RequestContext) -> str:
         {(each.upstream_model, each.model_digest or "") for each in pool.replicas.values()}
     )
     adapter = "" if context.adapter is None else context.adapter.digest
-    parts = (context.api.path.decode(), pool.model, pool.version, adapter, computed_by, content)
-    tenant, request = (
-        hashlib.sha256(_encode(part)).hexdigest() for part in (owner, (owner, parts))
-    )
-    return f"cache-{tenant}.{request}"
+    path = context.api.path.decode()
+    return owner, (path, pool.model, pool.version, adapter, computed_by, content)
+
+
+def _tenant(owner: tuple[str, ...]) -> str:
+    return f"cache-{_digest(owner)}"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(_encode(value)).hexdigest()
 
 
 def _checksum(key: str, body: bytes) -> bytes:

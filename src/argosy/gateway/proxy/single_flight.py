@@ -21,6 +21,8 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reasons: dict[int, str]
     chunks: list[bytes]
     """Chunks of the stream as JSON, without id, time and usage."""
+    duration_s: float = 0.0
+    """How long the answer took, from its request's admission."""
 
 
 class Flight:
@@ -31,7 +33,7 @@ class Flight:
         entry: The complete answer; None before it is complete, and if it never will be.
         error: Error of the request that computed it; None if it has failed otherwise or has not failed.
         content_rule: Content rule of that request.
-        is_kept: Whether the answer was in the cache.
+        kept_as: How the cache had the answer: `hit` or `semantic`; empty if it is computed.
         allows_streaming: Whether others may send chunks before the answer is complete.
         has_followed_output: Whether others have sent some, so that the answer cannot start over.
     """
@@ -47,7 +49,7 @@ class Flight:
         "error",
         "has_followed_output",
         "is_ended",
-        "is_kept",
+        "kept_as",
     )
 
     def __init__(self, content_rule: RequestRule | None, *, allows_streaming: bool) -> None:
@@ -55,7 +57,8 @@ class Flight:
         self.entry: CacheEntry | None = None
         self.error: ApiError | None = None
         self.content_rule = content_rule
-        self.is_ended = self.is_kept = self.has_followed_output = False
+        self.is_ended = self.has_followed_output = False
+        self.kept_as = ""
         self.allows_streaming = allows_streaming
         self._num_followers = 0
         self._changed: asyncio.Event | None = None

@@ -1,0 +1,97 @@
+"""Requests of the gateway itself to a model, on behalf of a client's request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import msgspec
+
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import ApiShape, RequestContext
+from argosy.http_server import (
+    ClientListener,
+    HttpExchange,
+    ResponseTransport,
+    run_handler,
+)
+from argosy.protocol import ApiError
+
+RequestHandler = Callable[[HttpExchange, Principal, ApiShape, bytes], Awaitable[None]]
+
+
+class _ResponseReceiver(ResponseTransport):
+    """Transport that keeps a response in one piece."""
+
+    __slots__ = ("_is_disconnected", "_listener", "body", "status")
+
+    def __init__(self) -> None:
+        self.status, self.body = 0, b""
+        self._listener: ClientListener | None = None
+        self._is_disconnected = False
+
+    @property
+    def is_disconnected(self) -> bool:
+        return self._is_disconnected
+
+    def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:  # noqa: ARG002 - not needed
+        self.status, self.body = status, body
+
+    def set_listener(self, listener: ClientListener | None) -> None:
+        self._listener = listener
+
+    def disconnect(self) -> None:
+        """End the request, as a client that disconnects."""
+        self._is_disconnected = True
+        if self._listener is not None:
+            self._listener.on_disconnect()
+
+
+class ModelCaller:
+    """Sends requests to models through the filters, queues and pools that requests of clients pass.
+
+    They are limited, billed and explained as requests of the client's project. The models that its key may use do not
+    matter, since the operator's settings name the model.
+    """
+
+    def __init__(self, handle: RequestHandler) -> None:
+        self._handle = handle
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def call(
+        self, context: RequestContext, api: ApiShape, body: bytes, timeout_s: float
+    ) -> bytes:
+        """Return the body of a model's response.
+
+        Args:
+            context: The client's request.
+            api: API of the request.
+            body: Body of the request, whose response is not streamed.
+            timeout_s: How long to wait for it.
+
+        Raises:
+            ApiError: The request was refused, or failed.
+            TimeoutError: The response took too long.
+        """
+        receiver = _ResponseReceiver()
+        headers = tuple(context.exchange.headers)
+        exchange = context.exchange.detach(
+            receiver, method="POST", path=api.path.decode(), dropped_headers=headers
+        )
+        principal = msgspec.structs.replace(context.principal, allowed_models=None)
+        handled = self._handle(exchange, principal, api, body)
+        task = asyncio.create_task(run_handler(exchange, handled))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            if not task.done():
+                receiver.disconnect()
+        if not task.done():
+            raise TimeoutError
+        if receiver.status != HTTPStatus.OK:
+            status, code = receiver.status or 502, exchange.error_code or "upstream_failed"
+            raise ApiError(status, code, "A request of the gateway itself has failed.")
+        return receiver.body
