@@ -119,6 +119,8 @@ from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, Jw
 from argosy.deployment.settings.content_config import (
     ContentMatchers,
     ContentRule,
+    Moderation,
+    ModerationSide,
     compile_content_rule,
 )
 from argosy.deployment.settings.gateway_config import (

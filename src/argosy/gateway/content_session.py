@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
+from argosy.deployment import ContentRule, Moderation, ModerationSide
 from argosy.gateway.model_routes import RequestRule
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy.content import (
@@ -102,6 +103,15 @@ class ContentSession:
         """Whether answers are changed or watched."""
         return self._matchers.output is not None or self.rule.restores
 
+    @property
+    def moderation(self) -> Moderation | None:
+        """Settings of the moderation model; None without one."""
+        return self.rule.config.moderation if isinstance(self.rule.config, ContentRule) else None
+
+    def moderates(self, side: ModerationSide) -> bool:
+        """Whether a moderation model decides about the prompt or the answer."""
+        return self.moderation is not None and side in self.moderation.sides
+
     # --- prompts -----------------------------------------------------------------------------------
 
     async def filter_prompt(self, fields: RequestFields, names: tuple[str, ...]) -> None:
@@ -124,6 +134,20 @@ class ContentSession:
                     value, name, "input", self._matchers.input, self._replace_in_prompt
                 )
                 fields.raw[name] = Raw(msgspec.json.encode(filtered))
+
+    def list_prompt_pieces(self, fields: RequestFields, names: tuple[str, ...]) -> list[str]:
+        """Return the texts of a request in pieces for the moderation model. Short texts share a piece."""
+        assert self.moderation is not None  # noqa: S101 - checked by the caller
+        size = self.moderation.window_chars
+        pieces: list[str] = []
+        for name in names:
+            if name not in fields.raw:
+                continue
+            root = [msgspec.json.decode(fields.raw[name])]
+            for container, key in _find_texts(root):
+                text = container[key] if key is not None else ""
+                pieces += [text[start : start + size] for start in range(0, len(text), size)]
+        return pieces
 
     async def filter_stored(self, value: T) -> T:
         """Return a JSON value as it may be stored. The value itself does not change."""

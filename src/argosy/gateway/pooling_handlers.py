@@ -22,7 +22,6 @@ from argosy.protocol.dialects import (
 POOLING = ApiShape(
     b"/pooling", POOLING_FIELDS, "pool", tasks=frozenset({"embed", "token_embed", "classify"})
 )
-CLASSIFY = ApiShape(b"/classify", POOLING_FIELDS, "classify", tasks=frozenset({"classify"}))
 SCORE = ApiShape(
     b"/score",
     ("text_2", "documents", "items", "data_2"),

@@ -82,6 +82,7 @@ COMPLETION = ApiShape(COMPLETION_PATH, ("prompt",), "cmpl", "text_completion", "
 POOLING_FIELDS = ("input", "messages")
 """Names of the inputs of models that pool. vLLM also embeds and classifies chats."""
 EMBEDDINGS = ApiShape(b"/v1/embeddings", POOLING_FIELDS, "embd", tasks=frozenset({"embed"}))
+CLASSIFY = ApiShape(b"/classify", POOLING_FIELDS, "classify", tasks=frozenset({"classify"}))
 
 
 class EndReason(enum.Enum):

@@ -27,14 +27,13 @@ from argosy.gateway.http_route import (
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.operations import OperationsHandlers
 from argosy.gateway.pooling_handlers import (
-    CLASSIFY,
     POOLING,
     SCORE,
     PoolingHandlers,
 )
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import CompletionHandlers
-from argosy.gateway.request_context import EMBEDDINGS
+from argosy.gateway.request_context import CLASSIFY, EMBEDDINGS
 from argosy.gateway.utility_handlers import TOKENIZE_PATH, UtilityHandlers
 from argosy.http_server import HttpExchange
 from argosy.protocol import (

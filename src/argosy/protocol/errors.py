@@ -236,6 +236,8 @@ _MEANINGS = {
         " for 10 s.",
         "query_timeout": "A read of the admin API took too long. Choose a shorter time or fewer groups.",
         "no_replica": "No replica serves the model now.",
+        "moderation_unavailable": "The moderation model of a content rule has not decided about the prompt. Try again,"
+        " or send a shorter prompt.",
         "model_starting": "The model was scaled to zero and starts. `state`, `progress` (0 to 1) and `eta_s` show"
         " how far it is; see `Retry-After`. Stream the response to wait for it.",
         "draining": "The server is shutting down.",

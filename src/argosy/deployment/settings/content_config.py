@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -31,6 +31,26 @@ Actions = dict[DetectorName, Action]
 StoredActions = dict[DetectorName, Literal["redact", "mask", "report"]]
 
 
+ModerationSide = Literal["input", "output"]
+
+
+class Moderation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a model that decides about prompts and answers."""
+
+    model: ByOperator[str]
+    """The model, by any of its names: a classifier, or one that answers chats with labels such as `unsafe` and `S1`."""
+    labels: ByOperator[Annotated[dict[str, Annotated[float, Meta(ge=0, le=1)]], Meta(min_length=1)]]
+    """Smallest probability of each label for which a text is refused. Words of a chat's answer have probability 1."""
+    sides: ByOperator[Annotated[tuple[ModerationSide, ...], Meta(min_length=1)]] = ("input",)
+    """Texts that it decides about: `input`, `output`, or both."""
+    fail: ByOperator[Literal["closed", "open"]] = "closed"
+    """Whether a text is refused (`closed`) or passes (`open`) if the model does not answer."""
+    timeout_s: ByOperator[Annotated[float, Meta(gt=0, le=60)]] = 5.0
+    """Time for the verdict on a text."""
+    window_chars: ByOperator[Annotated[int, Meta(ge=100, le=20_000)]] = 1000
+    """Characters of an answer that are held back for one verdict, and of a prompt that are sent at once."""
+
+
 class ContentRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one content rule: its conditions, and what is filtered if they hold."""
 
@@ -49,6 +69,8 @@ class ContentRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
     """Action for text that the gateway stores: responses, chats, conversations, and contents of explanations. By
     default it removes what `input` and `output` remove or stop. `{}` stores prompts as they were sent, and answers as
     the client received them."""
+    moderation: ByOperator[Moderation | None] = None
+    """Model that decides whether prompts are accepted and answers are sent."""
     words: ByOperator[dict[DetectorName, Annotated[tuple[str, ...], Meta(min_length=1)]]] = (
         msgspec.field(default_factory=dict)
     )
@@ -75,8 +97,10 @@ def compile_content_rule(rule: ContentRule) -> ContentMatchers:
         ValueError: A detector is unknown, or a pattern or list of words cannot be used. The message says what to
             change.
     """
-    if not (rule.output or rule.input or rule.at_rest):
-        raise ValueError("nothing is filtered. Add `output`, `input` or `at_rest` with a detector.")
+    if not (rule.output or rule.input or rule.at_rest or rule.moderation):
+        raise ValueError(
+            "nothing is filtered. Add `output`, `input` or `at_rest` with a detector, or `moderation`."
+        )
     if rule.restore and "redact" not in rule.input.values():
         raise ValueError(
             "restore: nothing in `input` has the action redact. Add it, or remove restore."
@@ -119,6 +143,15 @@ def compile_content_rule(rule: ContentRule) -> ContentMatchers:
         keeps_answers=not rule.restore
         and all(each.action == "report" or each.detector in changed for each in stored),
     )
+
+
+def validate_moderation(rule: ContentRule, model_names: Collection[str]) -> None:
+    """Check that the moderation model of a rule exists. Raises ValueError, which says what to change, if not."""
+    if rule.moderation is not None and rule.moderation.model not in model_names:
+        known = ", ".join(sorted(model_names))
+        raise ValueError(
+            f"moderation.model: no model has the name {rule.moderation.model!r}. Use one of {known}."
+        )
 
 
 def _compile(rules: list[Rule]) -> Matcher | None:

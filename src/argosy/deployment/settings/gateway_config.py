@@ -11,7 +11,11 @@ from msgspec import Meta
 
 from argosy.deployment.settings.adapter_config import AdapterConfig, resolve_adapters
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
-from argosy.deployment.settings.content_config import ContentRule, compile_content_rule
+from argosy.deployment.settings.content_config import (
+    ContentRule,
+    compile_content_rule,
+    validate_moderation,
+)
 from argosy.deployment.settings.prompt_config import (
     PromptConfig,
     PromptRule,
@@ -513,6 +517,7 @@ def _find_rule_problems(config: GatewayConfig, model_names: list[str]) -> Iterat
                 validate_conditions(rule, model_names, has_accounts=config.store is not None)
                 if isinstance(rule, ContentRule):
                     compile_content_rule(rule)
+                    validate_moderation(rule, model_names)
             except ValueError as error:
                 yield SettingError(f"{subject} {name!r}: {error}", (setting, index))
 

@@ -498,6 +498,11 @@ class ModelRouter:
             has_fallbacks=bool(traffic.fallback_pools),
         )
 
+    def has_task(self, name: str, task: TaskName) -> bool:
+        """Return whether all replicas of a model, by any of its names, are known to have a task or others that do."""
+        pool = self._pools_by_name.get(self._match_alias(name))
+        return pool is not None and pool.tasks is not None and task in pool.tasks
+
     def find_only_model(self, principal: Principal, tasks: frozenset[TaskName]) -> str:
         """Return the name of the model for a request that names none: the only one that the principal may use.
 

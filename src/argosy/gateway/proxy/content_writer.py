@@ -170,7 +170,7 @@ class ContentFilterWriter(WrappingWriter):
         state, message = self._choice(choice["index"]), choice.get("message", choice)
         if message is not choice:
             _remove_unknown(message, _MESSAGE_FIELDS)
-        for holder, field, name in list(_find_texts(message)):
+        for holder, field, name in list(find_texts(message)):
             text = ""
             if not state.is_finished:
                 text, _ = state.filter_text(name, holder[field])
@@ -226,7 +226,7 @@ class ContentFilterWriter(WrappingWriter):
     ) -> list[dict[str, Any]]:
         """Filter a chunk's part of a choice in place. Returns deltas that are to be sent before it."""
         before = []
-        for holder, field, name in _find_texts(choice.get("delta", choice)):
+        for holder, field, name in find_texts(choice.get("delta", choice)):
             text, rest = state.filter_text(name, holder[field])
             if rest is not None:
                 before.append(rest)
@@ -245,7 +245,7 @@ class ContentFilterWriter(WrappingWriter):
         return before
 
 
-def _find_texts(delta: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, tuple[str, int]]]:
+def find_texts(delta: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, tuple[str, int]]]:
     """Yield each text of a delta or a message: what holds it, its field, and the name of the text."""
     for field in _REASONING_FIELDS:
         if delta.get(field):
@@ -268,7 +268,7 @@ def _find_texts(delta: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, tu
 
 
 def _set_text(holder: dict[str, Any], field: str, name: tuple[str, int], text: str) -> None:
-    """Replace a text that `_find_texts` has found."""
+    """Replace a text that `find_texts` has found."""
     for each in _REASONING_FIELDS if name[0] == "reasoning" else (field,):
         if holder.get(each):
             holder[each] = text
@@ -286,7 +286,7 @@ def _find_text(delta: dict[str, Any] | None) -> str:
     """Return the text in a delta of `_FilteredChoice.end_text`."""
     if delta is None:
         return ""
-    return "".join(holder[field] for holder, field, _ in _find_texts(delta))
+    return "".join(holder[field] for holder, field, _ in find_texts(delta))
 
 
 def _remove_unknown(holder: dict[str, Any], known: frozenset[str]) -> None:

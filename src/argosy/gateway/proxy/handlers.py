@@ -41,6 +41,7 @@ from argosy.gateway.proxy.content_writer import ContentFilterWriter
 from argosy.gateway.proxy.demand_meter import DemandReport
 from argosy.gateway.proxy.fast_path import FastPath
 from argosy.gateway.proxy.model_call import ModelCaller
+from argosy.gateway.proxy.moderation import ModerationWriter, Moderator
 from argosy.gateway.proxy.placement_driver import PlacementDriver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.request_proxy import ProxyConfig, RequestProxy
@@ -138,6 +139,7 @@ class CompletionHandlers:
             self._semantic_cache = SemanticCache(
                 models, ModelCaller(self.handle), cache, config.response_cache.max_bytes
             )
+        self._moderator = Moderator(models, ModelCaller(self._handle_unfiltered))
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
@@ -305,10 +307,19 @@ class CompletionHandlers:
         fields = await _parse_large_fields(exchange, rendered.body, api, cache_domain, session_id)
         return msgspec.structs.replace(fields, prompt_version=rendered.version)
 
+    async def _handle_unfiltered(
+        self, exchange: HttpExchange, principal: Principal, api: ApiShape, body: bytes
+    ) -> None:
+        """Handle a request of moderation itself, to which no content rule applies. Raises as `handle` does."""
+        exchange.is_internal = True
+        await self.handle(exchange, principal, api, body)
+
     def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
         """Return a writer that filters the response, keeps it and paces it, as rules and flags of its sender say."""
         if isinstance(writer, StreamingWriter):
             writer = pace_stream(writer, context.principal.flags) or writer
+        if context.content is not None and context.content.moderates("output"):
+            writer = ModerationWriter(writer, context, self._moderator)
         if context.content is not None and context.content.filters_output:
             writer = ContentFilterWriter(writer, context, context.content)
         # Answers in Redis may reach a disk, and they are kept as they are before they are filtered.
@@ -430,7 +441,7 @@ class CompletionHandlers:
     ) -> ContentSession | None:
         """Return the content filters of a request; None if no rule matches."""
         rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
-        if rule is None:
+        if rule is None or exchange.is_internal:
             return None
         session = ContentSession(rule)
         if session.filters_storage:
@@ -619,6 +630,8 @@ class CompletionHandlers:
         """
         if context.api.generates:
             await self._request_checker.check(context.pool, context.fields, context.api.path)
+        if context.content is not None and context.content.moderates("input"):
+            await self._moderator.review_prompt(context)
         context.trace.admitted_at = self._clock()
         self._on_request_admitted(context)
         if context.fields.stream:

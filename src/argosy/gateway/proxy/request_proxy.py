@@ -434,6 +434,8 @@ class RequestProxy:
         if buffered.status == 200:
             try:
                 body = self._writer.filter_body(body)
+                if context.content is not None:
+                    body = await self._writer.review_body(body)
             except ValueError as error:
                 message = "The replica's response is malformed. Try again shortly."
                 raise ApiError(502, "upstream_failed", message) from error

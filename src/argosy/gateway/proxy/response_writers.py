@@ -72,6 +72,10 @@ class ResponseWriter:
         """
         return body
 
+    async def review_body(self, body: bytes) -> bytes:
+        """Return a response in one piece as a moderation model lets it be sent. Called under a content rule only."""
+        return body
+
     def discard(self) -> bool:
         """Discard the events so that the response can start over.
 
@@ -183,6 +187,9 @@ class WrappingWriter(ResponseWriter):
 
     def filter_body(self, body: bytes) -> bytes:
         return self._writer.filter_body(body)
+
+    async def review_body(self, body: bytes) -> bytes:
+        return await self._writer.review_body(body)
 
     def discard(self) -> bool:
         return self._writer.discard()
