@@ -154,6 +154,7 @@ from argosy.deployment.settings.replica_config import (
 from argosy.deployment.settings.routing_config import (
     ANY_HEADER_VALUE,
     CacheRule,
+    CascadeConfig,
     ClassifierConfig,
     RequestConditions,
     RouteConfig,

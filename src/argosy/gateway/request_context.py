@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
-from argosy.deployment import TruncationRule
+from argosy.deployment import CascadeConfig, TruncationRule
 from argosy.gateway.backends import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -37,7 +37,7 @@ from argosy.policy import (
 )
 from argosy.policy.placement import PlacementRequest
 from argosy.protocol import ApiError, EarlyStopReason, TaskName
-from argosy.store import Adapter, UsageSlot
+from argosy.store import Adapter, UsageRecord, UsageSlot
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -95,6 +95,8 @@ class EndReason(enum.Enum):
     """A limit, the deadline or the size of the response. The client has received the final events."""
     DEADLINE = "the deadline passed"
     """Before a replica had answered."""
+    ESCALATED = "a larger model answers"
+    """Only the attempt ends."""
 
 
 CLIENT_GONE = frozenset({EndReason.CLIENT_LEFT, EndReason.SLOW_CLIENT})
@@ -188,6 +190,12 @@ class RequestContext(msgspec.Struct, eq=False):
     is_copy: bool = False
     """Whether it is a copy for the comparison of versions. Its response is discarded, and only its own version may
     serve it."""
+    cascade: CascadeConfig | None = None
+    """When a larger model answers in place of this one; None if never."""
+    conversation: bytes = b""
+    """Key of the conversation, for a route that is sticky."""
+    draft: tuple[UsageRecord, Rates] | None = None
+    """Ledger row and prices of the smaller model's answer, while the filters count it before the larger one answers."""
     content: ContentSession | None = None
     """Filters of the request's content; None if no content rule matches."""
     truncation: TruncationRule | None = None
@@ -247,6 +255,7 @@ class RequestContext(msgspec.Struct, eq=False):
         self.route_name, self.route_reason, self.assigned_version = route_name, reason, version
         self.replica_name = self.model_digest = ""
         self.status, self.error, self.placement = "failed", None, None
+        self.series_tokens = 0
         self.trace.earlier_attempts += self.trace.attempts
         self.trace.attempts = []
 
@@ -266,6 +275,10 @@ class RequestContext(msgspec.Struct, eq=False):
     def final_status(self) -> RequestStatus:
         """Status of a delivered response, by the ends of its choices. A replica may have its own deadline."""
         return "stopped" if self.delivered.early_stops else "completed"
+
+    def record_verdict(self, verdict: dict[str, Any]) -> None:
+        """Record in the trace what a cascade decided about the smaller model's answer."""
+        self.trace.routing[-1]["cascade"] = verdict
 
     def record_error(self, error: ApiError) -> None:
         """Record the error that the client receives."""

@@ -180,7 +180,7 @@ class GatewayMetrics(Collector):
         )
         self.route_decisions = self._add_counter(
             "argosy_gateway_route_decisions",
-            "Decisions of routes that look at the prompt: simple (the route's model answers) or not_simple.",
+            "Decisions of routes that look at the prompt: simple, not_simple, or escalated after an answer.",
             *("route", "decision", "dry_run"),
         )
         self.content_matches = self._add_counter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,15 @@ from tests.support.gateway_processes import OrganisationAccounts, open_organisat
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, RouteConfig, TrafficTarget
+from argosy.deployment import (
+    CascadeConfig,
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+    TrafficTarget,
+)
+from argosy.protocol import format_event
 from argosy.store import Price, StoreConfig
 
 BODY = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}
@@ -341,3 +350,154 @@ async def test_request_errors_and_limits_of_the_fallback_are_returned(tmp_path: 
             failing.script = respond_500
             statuses = [(await post()).status_code for _ in range(4)]
             assert statuses == [200, 200, 200, 429], "a project may send 3 requests to qwen-next"
+
+
+def respond_with_logprobs(logprob: float) -> UpstreamScript:
+    """Return a script that generates `max_tokens` tokens of this log-probability, if the request asks for it."""
+
+    async def respond(request: UpstreamRequest) -> None:
+        count = int(str(request.body["max_tokens"]))
+        found = (
+            {"token_logprobs": [logprob], "tokens": ["x"]} if "logprobs" in request.body else None
+        )
+        usage = {"prompt_tokens": 1, "completion_tokens": count}
+        if not request.body.get("stream"):
+            found = found and {"token_logprobs": [logprob] * count}
+            choice = {
+                "index": 0,
+                "text": " draft" * count,
+                "finish_reason": "length",
+                "logprobs": found,
+            }
+            request.send_json(200, {"choices": [choice], "usage": usage})
+            return
+        request.start_stream()
+        for position in range(count):
+            finish = "length" if position == count - 1 else None
+            choice = {"index": 0, "text": " draft", "finish_reason": finish, "logprobs": found}
+            request.send_chunk(format_event(json.dumps({"choices": [choice]}).encode()))
+            await asyncio.sleep(0)
+        request.end_stream(tokens=count)
+
+    return respond
+
+
+@pytest.mark.parametrize("after_tokens", [None, 2])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_cascade_answers_with_the_larger_model_what_the_smaller_one_doubts(
+    tmp_path: Path, is_stream: bool, after_tokens: int | None
+) -> None:
+    route = RouteConfig(
+        name="cheap",
+        model="latest",
+        target_model="qwen",
+        cascade=CascadeConfig(
+            min_mean_logprob=-0.5, min_token_logprob=-3.0, after_tokens=after_tokens
+        ),
+        sticky_s=60.0,
+    )
+    body = BODY | {"model": "latest", "max_tokens": 4, "stream": is_stream}
+    async with (
+        run_routed_gateway(tmp_path, route) as routed,
+        routed.client("app") as client,
+    ):
+
+        async def ask(session: str, **more: object) -> tuple[httpx2.Response, str]:
+            response = await client.post(
+                "/v1/completions", json=body | {"session_id": session} | more
+            )
+            assert response.status_code == 200, response.text
+            assert "token_logprobs" not in response.text
+            return response, read_text(response.text)
+
+        routed.qwen.script = respond_with_logprobs(-0.1)
+        response, text = await ask("a")
+        assert (text, response.headers["x-argosy-model"]) == (" draft" * 4, "qwen")
+        assert not routed.next.requests
+        routed.qwen.script = respond_with_logprobs(-1.0)
+        response, text = await ask("a")
+        assert (text, response.headers["x-argosy-model"]) == (" 0 1 2 3", "qwen-next")
+        assert "logprobs" not in routed.next.requests[0].body
+        name = response.headers["x-argosy-request"]
+        trace = (await client.get(f"/admin/requests/{name}")).json()
+        verdict = trace["routing"][0]["cascade"]
+        assert (verdict["escalated"], verdict["mean_logprob"]) == (True, -1.0)
+        assert verdict["tokens"] == (after_tokens if is_stream and after_tokens else 4)
+        assert "mean log-probability -1.00 is below -0.5" in trace["route_reason"]
+        assert (await ask("a"))[1] == " 0 1 2 3"  # the conversation stays
+        assert len(routed.qwen.requests) == 2
+        assert (await ask("b", n=2, stream=False))[0].status_code == 200  # several choices
+        assert len(routed.qwen.requests) == 2
+        records = await routed.accounts.wait_for_rows(5)
+        drafted = verdict["draft"]["output_tokens"]
+        assert drafted == 4 or (is_stream and after_tokens)
+        assert [
+            (
+                each.request == f"{name}-draft",
+                each.model,
+                each.route,
+                each.status,
+                each.nano_dollars,
+            )
+            for each in sorted(records, key=lambda each: (each.started_at, each.model))
+        ] == [
+            (False, "qwen", "cheap", "completed", 4),
+            (True, "qwen", "cheap", "completed", drafted),
+            (False, "qwen-next", "cheap", "completed", 400),
+            (False, "qwen-next", "", "completed", 400),
+            (False, "qwen-next", "", "completed", 400),
+        ]
+        async with routed.client("admin") as admin:
+            metrics = (await admin.get("/metrics")).text
+        decisions = {
+            decision: value(
+                metrics, "argosy_gateway_route_decisions_total", route="cheap", decision=decision
+            )
+            for decision in ("simple", "escalated", "not_simple")
+        }
+        assert decisions == {"simple": 2, "escalated": 1, "not_simple": 2}
+
+
+async def test_cascade_keeps_an_answer_that_no_larger_model_can_replace(tmp_path: Path) -> None:
+    """A larger model that is down is not waited for. A smaller one that fails is replaced."""
+    down = ModelConfig(
+        name="down", replicas=[ReplicaConfig(url="http://127.0.0.1:1", kind="openai")]
+    )
+    cascade = CascadeConfig(min_mean_logprob=-0.5)
+    routes = [
+        RouteConfig(name="kept", model="down", target_model="qwen", cascade=cascade),
+        RouteConfig(name="failing", model="latest", target_model="qwen", cascade=cascade),
+    ]
+    async with (
+        run_routed_gateway(tmp_path, *routes, more_models=(down,)) as routed,
+        routed.client("app") as client,
+    ):
+        routed.qwen.script = respond_with_logprobs(-1.0)
+        response = await client.post("/v1/completions", json=BODY | {"model": "down"})
+        assert read_text(response.text) == " draft" * 3
+        name = response.headers["x-argosy-request"]
+        trace = (await client.get(f"/admin/requests/{name}")).json()
+        assert "no larger model can answer" in trace["routing"][0]["cascade"]["reason"]
+        routed.qwen.script = cut_after_tokens
+        response = await client.post("/v1/completions", json=BODY | {"model": "latest"})
+        assert read_text(response.text) == " 0 1 2"
+
+
+async def cut_after_tokens(request: UpstreamRequest) -> None:
+    """Start a stream as a server does that fails after a token."""
+    request.start_stream()
+    request.send_text(" lost")
+    await request.writer.drain()
+    request.writer.close()
+
+
+def read_text(response: str) -> str:
+    """Return the text of a completion that is streamed or in one piece."""
+    events = [
+        line.removeprefix("data: ") for line in response.splitlines() if line.startswith("data: {")
+    ]
+    return "".join(
+        choice["text"]
+        for event in events or [response]
+        for choice in json.loads(event)["choices"][:1]
+    )

@@ -56,6 +56,14 @@ def test_setting_without_required_store_is_rejected(path: Path, setting: str) ->
             "route 'routes[0]': target_model: no model has the name 'qwne'. Use one of",
         ),
         ("routes: [{model: old, target_model: next}]", "model: no model has the name 'old'"),
+        ("routes: [{target_model: next, sticky_s: 9}]", "Add `classifier` or `cascade`"),
+        ("routes: [{target_model: next, cascade: {after_tokens: 9}}]", "min_token_logprob"),
+        ("routes: [{target_model: next, languages: [xx]}]", "Invalid"),
+        ("routes: [{target_model: next, classifier: {file: x}}]", "one of quality_share"),
+        (
+            "routes: [{target_model: next, classifier: {cost_share: 1}}]",
+            "the file of the classifier",
+        ),
         (
             "routes: [{target_model: next}, {name: a, model: x, target_model: next}]",
             "route 'a': model: no model has the name 'x'",

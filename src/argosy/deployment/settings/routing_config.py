@@ -146,6 +146,24 @@ class ClassifierConfig(ClassifierTarget, frozen=True, kw_only=True, forbid_unkno
             raise ValueError("give the file of the classifier, or its content as trained")
 
 
+Logprob = Annotated[float, Meta(ge=-100, le=0)]
+
+
+class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the requested model answers after all, by the log-probabilities of the smaller model's answer."""
+
+    min_mean_logprob: ByOperator[Logprob | None] = None
+    """Smallest mean log-probability of its tokens."""
+    min_token_logprob: ByOperator[Logprob | None] = None
+    """Smallest log-probability of each of its tokens."""
+    after_tokens: ByOperator[Annotated[int, Meta(ge=1, le=4096)] | None] = None
+    """Number of tokens that decide. A shorter answer decides at its end. None holds back the whole answer."""
+
+    def __post_init__(self) -> None:
+        if self.min_mean_logprob is None and self.min_token_logprob is None:
+            raise ValueError("give min_mean_logprob or min_token_logprob")
+
+
 class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one route: its conditions, and the model that answers if they hold."""
 
@@ -154,16 +172,24 @@ class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
     classifier: ByOperator[ClassifierConfig | None] = None
     """Only prompts that a classifier takes for simple are answered by `target_model`. Requests with tools or media need
     the condition `tools: true` or `media: true`, and requests for JSON or another grammar are never simple."""
+    cascade: ByOperator[CascadeConfig | None] = None
+    """`target_model` answers first. Its answer is held back, and replaced by the requested model's if it is unlikely.
+    Both are billed. Requests for several choices, tools, media or a grammar go to the requested model."""
     sticky_s: ByOperator[Annotated[float, Meta(ge=0, le=86_400)]] = 0.0
-    """How long a conversation that was not simple once stays with the requested model, which has its prompt cached. 0
-    decides on each request anew."""
+    """How long a conversation stays with the requested model once that has answered, because it has the prompt cached.
+    0 decides on each request anew."""
     dry_run: ByOperator[bool] = False
     """Decide and report, but let later routes and the requested model answer."""
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether the prompt or its answer decides."""
+        return self.classifier is not None or self.cascade is not None
+
+    @property
     def decides_by_prompt(self) -> bool:
         """Whether more than conditions decides."""
-        return self.classifier is not None or self.dry_run
+        return self.reads_prompt or self.dry_run
 
 
 class SemanticCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -242,8 +268,10 @@ def validate_conditions(
     least, most = config.min_prompt_tokens, config.max_prompt_tokens
     if least is not None and most is not None and least > most:
         raise ValueError("no prompt has min_prompt_tokens above max_prompt_tokens. Exchange them.")
-    if isinstance(config, RouteConfig) and config.sticky_s and config.classifier is None:
-        raise ValueError("sticky_s: conditions alone decide. Add `classifier`, or remove it.")
+    if isinstance(config, RouteConfig) and config.sticky_s and not config.reads_prompt:
+        raise ValueError(
+            "sticky_s: conditions alone decide. Add `classifier` or `cascade`, or remove it."
+        )
     names = [name.lower() for name in config.headers or ()]
     duplicates = {name for name in names if names.count(name) > 1}
     if duplicates:

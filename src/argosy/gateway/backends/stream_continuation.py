@@ -69,6 +69,11 @@ class StreamContinuation:
         self._passthrough: PassthroughParser | None = None
         self._max_output_tokens: int | None = None
 
+    def restart(self) -> None:
+        """Forget all parts, because the response begins anew."""
+        self._emitted = EmittedChoice(self._path)
+        self._passthrough = self._max_output_tokens = None
+
     def plan_upstream(self, target: UpstreamTarget) -> UpstreamPlan | None:
         """Plan the part of the next server. The other methods refer to the last planned part.
 

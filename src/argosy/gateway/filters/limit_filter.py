@@ -265,13 +265,15 @@ class LimitFilter:
         return self._running[context].extend()
 
     async def on_fallback(self, context: RequestContext) -> None:
-        """Give the reservation back, and reserve by the limits and prices of the model that answers now.
+        """Settle the reservation, and reserve by the limits and prices of the model that answers now.
+
+        Only the answer of a cascade's smaller model is used up, without counting as a request of its own.
 
         Raises:
             ApiError: As `on_request`.
         """
         state, now = self._running.pop(context), self._clock()
-        state.reservation.settle(QuotaUsage(), now)
+        state.reservation.settle(msgspec.structs.replace(context.bill.quota, requests=0), now)
         names = {name for name, _ in state.limit_set.rate_limit_headers(now)}
         headers = context.response_headers
         headers[:] = [header for header in headers if header[0] not in names]

@@ -81,7 +81,20 @@ class TelemetryFilter:
             self._record_progress(context, chunk_times[-1])
 
     async def on_fallback(self, context: RequestContext) -> None:
-        """Record the model that answers now."""
+        """Record the model that answers now, and the usage of a cascade's smaller model."""
+        if context.draft is not None:
+            bill, trace = context.bill, context.trace
+            self._metrics.record_request_end(
+                trace.model,
+                trace.principal.tenant,
+                "escalated",
+                self._clock() - trace.arrived_at,
+                bill.usage,
+                bill.nano_dollars,
+            )
+            self._metrics.route_decisions.add((trace.route_name, "escalated", "false"))
+            trace.first_token_at = trace.last_token_at = None
+            context.token_intervals_s.clear()
         _record_route(context)
 
     def on_complete(self, context: RequestContext) -> None:

@@ -44,18 +44,27 @@ class UsageRecorder:
                 begin_usage_row(context), context.rates
             )
         except UsageLogFullError:
-            message = (
-                "Usage cannot be recorded at the moment, so requests are rejected. Try again later."
-            )
-            raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
+            raise _ledger_full_error() from None
         return True
 
     def on_tokens(self, context: RequestContext, chunk_times: Sequence[float]) -> None:
         """Do nothing, since the relay or native code counts the tokens in the row."""
 
     async def on_fallback(self, context: RequestContext) -> None:
-        """Write the row for the model that answers now."""
+        """Write the row for the model that answers now, and one for the answer of a cascade's smaller model.
+
+        Raises:
+            ApiError: 503 if the usage log is full.
+        """
         assert context.usage_slot is not None  # noqa: S101 - set by `on_request`
+        if context.draft is not None:
+            record, rates = context.draft
+            try:
+                slot = self._usage_log.allocate_slot(record, rates)
+            except UsageLogFullError:
+                raise _ledger_full_error() from None
+            slot.set_counts(context.bill.usage)
+            slot.finish("completed", record.replica, self._clock(), record.digest)
         context.usage_slot.begin(begin_usage_row(context), context.rates)
 
     def on_complete(self, context: RequestContext) -> None:
@@ -71,6 +80,11 @@ class UsageRecorder:
             is_capped=bill.is_capped,
         )
         context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
+
+
+def _ledger_full_error() -> ApiError:
+    message = "Usage cannot be recorded at the moment, so requests are rejected. Try again later."
+    return ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S)
 
 
 def begin_usage_row(context: RequestContext) -> UsageRecord:

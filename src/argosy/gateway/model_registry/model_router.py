@@ -297,6 +297,10 @@ class ModelRouter:
             )
         return target
 
+    def keep_conversation(self, conversation: bytes) -> None:
+        """Let later requests of a conversation go to the requested model, because a cascade escalated one."""
+        self._prompts.keep_conversation(conversation)
+
     def find_target(
         self,
         name: str,

@@ -26,16 +26,16 @@ class PromptDecision(NamedTuple):
     model: str
     """The model that answers by this decision."""
     reason: str
-    is_taken: bool
-    """Whether the route answers the request: it is simple, and the route is no dry run."""
-    is_simple: bool
     is_dry_run: bool
+    is_simple: bool = False
+    is_taken: bool = False
+    """Whether the route answers the request: it is simple, and the route is no dry run."""
     score: float | None = None
     threshold: float | None = None
     share: float | None = None
     """Part of a request that counts for the share that the threshold follows; None if it does not count."""
     conversation: bytes = b""
-    """Key of the conversation, if it is to stay with the requested model."""
+    """Key of the conversation, if the route is sticky."""
 
     def to_dict(self) -> dict[str, Any]:
         """Format the decision for explanations."""
@@ -82,70 +82,66 @@ class PromptRouter:
         """
         config = rule.config
         assert isinstance(config, RouteConfig)  # noqa: S101 - checked by the caller
-        decision = PromptDecision(
-            rule.name,
-            requested.model,
-            "the fields of the request are unknown",
-            is_taken=False,
-            is_simple=False,
-            is_dry_run=config.dry_run,
-        )
+        unknown = "the fields of the request are unknown"
+        decision = PromptDecision(rule.name, requested.model, unknown, is_dry_run=config.dry_run)
         if fields is None:
             return decision
         sample = fields.sample_prompt()
         obstacle = _find_unreadiness(target, tier, failed)
-        if config.classifier is not None and not obstacle:
+        if config.reads_prompt and not obstacle:
             obstacle = _find_obstacle(config, target, fields, sample)
-            obstacle = obstacle or _find_other_version(config.classifier, requested, target)
+        if config.classifier is not None and not obstacle:
+            obstacle = _find_other_version(config.classifier, requested, target)
         if obstacle:
             return decision._replace(reason=obstacle)
         taken = decision._replace(
             model=target.model, is_taken=not config.dry_run, is_simple=True, reason="its conditions"
         )
-        if config.classifier is None or sample is None:
+        if sample is None or not config.reads_prompt:
             return taken
-        return self._decide_by_score(rule, config, sample, subject, decision, taken)
-
-    def _decide_by_score(
-        self,
-        rule: RequestRule,
-        config: RouteConfig,
-        sample: PromptSample,
-        subject: TrafficSubject,
-        refused: PromptDecision,
-        taken: PromptDecision,
-    ) -> PromptDecision:
-        """Return one of two decisions, by the score of the prompt and its conversation."""
-        assert config.classifier is not None  # noqa: S101 - checked by the caller
-        assert config.classifier.trained is not None  # noqa: S101 - read with the settings
-        score = config.classifier.trained.score(sample)
-        threshold = self._threshold(rule.name, config.classifier)
-        is_simple = score < threshold
-        reason = f"score {score:.2f} is {'' if is_simple else 'not '}below {threshold:.2f}"
-        conversation = b""
+        reason, is_simple = taken.reason, True
+        score = threshold = share = None
+        if config.classifier is not None:
+            trained = config.classifier.trained
+            assert trained is not None  # noqa: S101 - read with the settings
+            score = trained.score(sample)
+            threshold = self._threshold(rule.name, config.classifier)
+            is_simple = score < threshold
+            reason = f"score {score:.2f} is {'' if is_simple else 'not '}below {threshold:.2f}"
         if config.sticky_s:
             conversation = _conversation_key(rule.name, subject, sample)
-            last_at = self._conversations.get(conversation)
-            if last_at is not None and time.monotonic() - last_at <= config.sticky_s:
-                is_simple, reason = False, f"the conversation stays with {refused.model}"
-        decision = taken if is_simple else refused._replace(conversation=conversation)
-        share = _counted_share(config.classifier, is_simple=is_simple)
-        return decision._replace(reason=reason, score=score, threshold=threshold, share=share)
+            taken, decision = (
+                each._replace(conversation=conversation) for each in (taken, decision)
+            )
+            if self._is_kept(conversation, config.sticky_s):
+                is_simple, reason = False, f"the conversation stays with {requested.model}"
+        if config.classifier is not None:
+            share = _counted_share(config.classifier, is_simple=is_simple)
+        return (taken if is_simple else decision)._replace(
+            reason=reason, score=score, threshold=threshold, share=share
+        )
 
     def record(self, rule: RequestRule, decision: PromptDecision) -> None:
         """Record that a request was routed by a decision."""
         config = rule.config
         if isinstance(config, RouteConfig) and config.classifier and decision.share is not None:
             self._controller(rule.name, config.classifier).record(decision.share)
-        if decision.conversation:
+        if not decision.is_simple:
             self.keep_conversation(decision.conversation)
 
     def keep_conversation(self, conversation: bytes) -> None:
-        """Remember that a conversation is not simple."""
+        """Remember that the requested model answers a conversation, if it has a key."""
+        if not conversation:
+            return
         self._conversations[conversation] = time.monotonic()
         self._conversations.move_to_end(conversation)
         if len(self._conversations) > MAX_CONVERSATIONS:
             self._conversations.popitem(last=False)
+
+    def _is_kept(self, conversation: bytes, sticky_s: float) -> bool:
+        """Return whether the requested model has answered a conversation in this time."""
+        last_at = self._conversations.get(conversation)
+        return last_at is not None and time.monotonic() - last_at <= sticky_s
 
     def _threshold(self, name: str, config: ClassifierConfig) -> float:
         assert config.trained is not None  # noqa: S101 - read with the settings
@@ -189,9 +185,11 @@ def _find_obstacle(
     """Return why a request is not for the smaller model, whatever its score; empty if the score decides."""
     if sample is None:
         return "the prompt is no text, or too long for the classifier"
-    if fields.has_tools and config.tools is not True:
+    if config.cascade is not None and not (fields.generates and fields.choice_count == 1):
+        return "the request is for several choices, or for none"
+    if fields.has_tools and (config.tools is not True or config.cascade is not None):
         return "the request has tools"
-    if fields.has_media and config.media is not True:
+    if fields.has_media and (config.media is not True or config.cascade is not None):
         return "the request has media"
     if not CONSTRAINT_FIELDS.isdisjoint(fields.raw):
         return "the answer must follow a schema or grammar"

@@ -133,6 +133,8 @@ class CachingWriter(WrappingWriter):
         if flight is not None and not flight.is_ended:
             chunks, entry = flight.chunks, None
             is_complete = self._is_finished or context.status == "completed"
+            if context.failed_models and context.cascade is None:
+                is_complete = False  # the key has another model
             choice_count = context.fields.choice_count
             if chunks and is_complete and len(context.delivered.finish_reasons) == choice_count:
                 entry = self._cache.create_entry(context, chunks)

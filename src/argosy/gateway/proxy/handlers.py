@@ -19,10 +19,12 @@ from argosy.deployment import (
     GatewayConfig,
     PromptRule,
     RequestConditions,
+    RouteConfig,
     TruncationRule,
 )
 from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.content_session import ContentSession
+from argosy.gateway.filters import begin_usage_row
 from argosy.gateway.http_route import find_deployment
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.model_routes import RequestRule
@@ -31,6 +33,7 @@ from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
 from argosy.gateway.prompt_rendering import render_prompt
 from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
 from argosy.gateway.proxy.caching_writer import CachingWriter
+from argosy.gateway.proxy.cascade_writer import CascadeWriter, EscalationError
 from argosy.gateway.proxy.constraint_check import (
     NativeRequestChecker,
     check_prompt,
@@ -51,6 +54,7 @@ from argosy.gateway.proxy.response_writers import (
     AggregatingWriter,
     ResponseWriter,
     StreamingWriter,
+    WrappingWriter,
 )
 from argosy.gateway.proxy.routing_preview import RoutingPreviewer
 from argosy.gateway.proxy.semantic_cache import SemanticCache
@@ -86,7 +90,7 @@ from argosy.http_server import (
     SlowReaderError,
     internal_error,
 )
-from argosy.policy import TenantMemory
+from argosy.policy import Bill, RequestEnd, TenantMemory, compute_bill
 from argosy.policy.placement import PlacementLimits, QueueLimits
 from argosy.protocol import ApiError, format_event
 
@@ -98,6 +102,8 @@ MAX_TENANT_PENDING_BYTES = MAX_PENDING_BYTES // 4
 """Limit of one tenant."""
 STREAM_CHECK_INTERVAL_S = 1.0
 """Interval between checks of the timeouts of streams."""
+DRAFT_SUFFIX = "-draft"
+"""Ends the id of the ledger row of a smaller model's answer that a larger model has replaced."""
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
@@ -263,7 +269,7 @@ class CompletionHandlers:
         writer: ResponseWriter = (
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
         )
-        if context.content is not None or self._models.rules[CacheRule] or principal.flags:
+        if context.content or context.cascade or self._models.rules[CacheRule] or principal.flags:
             writer = self._wrap_writer(writer, context)
         try:
             await self._execute(context, self._filters, writer)
@@ -315,7 +321,7 @@ class CompletionHandlers:
         await self.handle(exchange, principal, api, body)
 
     def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
-        """Return a writer that filters the response, keeps it and paces it, as rules and flags of its sender say."""
+        """Return a writer that filters, keeps, paces or judges the response, as rules and flags of its sender say."""
         if isinstance(writer, StreamingWriter):
             writer = pace_stream(writer, context.principal.flags) or writer
         if context.content is not None and context.content.moderates("output"):
@@ -333,6 +339,9 @@ class CompletionHandlers:
             )
             if rule is not None and isinstance(rule.config, CacheRule):
                 writer = CachingWriter(cache, writer, context, rule.config, rule.name, semantic)
+        if context.cascade is not None:
+            can_escalate = partial(self._can_escalate, context)
+            writer = CascadeWriter(writer, context, context.cascade, can_escalate)
         return writer
 
     def _find_rule(
@@ -381,9 +390,7 @@ class CompletionHandlers:
         trace = RequestTrace(
             arrived_at=exchange.arrived_at, parsed_at=now, prompt=fields.prompt_version
         )
-        if target.decisions:
-            trace.routing = [decision.to_dict() for _, decision in target.decisions]
-        return RequestContext(
+        context = RequestContext(
             exchange,
             fields,
             api,
@@ -407,6 +414,9 @@ class CompletionHandlers:
             content=content,
             truncation=truncation,
         )
+        if target.decisions:
+            _apply_decisions(context, target)
+        return context
 
     def _find_truncation(
         self,
@@ -512,8 +522,11 @@ class CompletionHandlers:
         try:
             if await run_filters(filters, context):
                 await self._admit(context, relay)
-                if not (isinstance(writer, CachingWriter) and await writer.replay()):
-                    await self._answer(context, continuation, relay, writer)
+                if not (isinstance(writer, WrappingWriter) and await writer.replay()):
+                    if isinstance(writer, CascadeWriter):
+                        await self._answer_by_cascade(context, continuation, relay, writer)
+                    else:
+                        await self._answer(context, continuation, relay, writer)
         except asyncio.CancelledError:
             task.uncancel()
             if context.end_reason is not EndReason.STOPPED:
@@ -551,9 +564,105 @@ class CompletionHandlers:
                 if target is None:
                     raise
                 context.record_error(error)
+                log.warning(
+                    "request_fell_back",
+                    requested_model=context.fields.model,
+                    failed=context.pool.model,
+                    model=target.pool.model,
+                    reason=error.message,
+                )
                 await self._fall_back(context, relay, target)
+                continuation.restart()
+                writer.release()
             else:
                 return
+
+    async def _answer_by_cascade(
+        self,
+        context: RequestContext,
+        continuation: StreamContinuation,
+        relay: ResponseRelay,
+        writer: CascadeWriter,
+    ) -> None:
+        """Let a smaller model answer, or else the requested one. Raises ApiError as `_execute`."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - this is a coroutine
+        writer.abandon = relay.abandon
+        writer.request_logprobs()
+        try:
+            await self._answer(context, continuation, relay, writer)
+            if context.end_reason is EndReason.ESCALATED:
+                await asyncio.sleep(0)  # the task was cancelled when the stream had just ended
+            elif context.end_reason is not None or not writer.is_holding or writer.judge():
+                return
+        except EscalationError:
+            pass
+        except asyncio.CancelledError:
+            if context.end_reason is not EndReason.ESCALATED:
+                raise
+            task.uncancel()
+        finally:
+            writer.abandon = None  # a reference cycle
+        context.end_reason = None
+        await self._escalate(context, relay, writer)
+        continuation.restart()
+        writer.release()
+        await self._answer(context, continuation, relay, writer)
+
+    def _can_escalate(self, context: RequestContext) -> bool:
+        """Return whether the requested model can answer now in place of the smaller one."""
+        selected = self._select_fallback(context, [*context.failed_models, context.pool.model])
+        if selected is None:
+            return False
+        return selected[0].pool.expected_wait_s(context.tier, self._clock()) is not None
+
+    async def _escalate(
+        self, context: RequestContext, relay: ResponseRelay, writer: CascadeWriter
+    ) -> None:
+        """Bill the smaller model's answer, and count the request for the requested model.
+
+        Raises:
+            ApiError: The limits reject it, or it can no longer answer.
+        """
+        target = await self._find_fallback(context)
+        if target is None:
+            message = "The model cannot answer any more. Try again shortly."
+            raise ApiError(502, "upstream_failed", message)
+        self._models.keep_conversation(context.conversation)
+        relay.detach()
+        usage, rates = context.delivered.usage, context.rates
+        context.bill = compute_bill(
+            RequestEnd(
+                status="completed",
+                generated=usage,
+                is_response_started=True,
+                is_output_sent=True,
+                is_dispatched=True,
+            ),
+            rates,
+        )
+        row = msgspec.structs.replace(
+            begin_usage_row(context),
+            request=f"{context.response_id}{DRAFT_SUFFIX}",
+            replica=context.replica_name,
+            digest=context.model_digest,
+        )
+        context.draft = row, rates
+        context.record_verdict(
+            context.trace.routing[-1]["cascade"]
+            | {
+                "draft": {
+                    "model": context.model,
+                    "input_tokens": usage.prompt_tokens,
+                    "output_tokens": usage.output_tokens,
+                    "nano_dollars": context.bill.nano_dollars,
+                }
+            }
+        )
+        reason = f"route {context.route_name}: {writer.reason}"
+        route_name = context.route_name
+        await self._fall_back(context, relay, target._replace(route_name=route_name, reason=reason))
+        context.bill, context.draft = Bill(), None
 
     def _can_fall_back(self, context: RequestContext, writer: ResponseWriter) -> bool:
         failed = [*context.failed_models, context.pool.model]
@@ -602,13 +711,6 @@ class CompletionHandlers:
     ) -> None:
         """Count a request for the model that answers in place of its own. Raises ApiError if its limits reject it."""
         pool, headers = target.pool, context.response_headers
-        log.warning(
-            "request_fell_back",
-            requested_model=context.fields.model,
-            failed=context.pool.model,
-            model=pool.model,
-            reason=None if context.error is None else context.error.message,
-        )
         if target.passed_over is not None:
             target.passed_over.record_unserved(self._clock())
         self._on_request_ended(context)
@@ -684,6 +786,14 @@ def _check_pool(pool: Pool, fields: RequestFields, api: ApiShape) -> set[str]:
     check_task(pool, fields.model, api)
     check_prompt(pool, fields)
     return find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
+
+
+def _apply_decisions(context: RequestContext, target: RouteTarget) -> None:
+    """Record the decisions of routes that looked at the prompt, and how the last one continues."""
+    context.trace.routing = [decision.to_dict() for _, decision in target.decisions]
+    route, decision = target.decisions[-1]
+    if decision.is_taken and isinstance(route.config, RouteConfig):
+        context.cascade, context.conversation = route.config.cascade, decision.conversation
 
 
 async def _end_stream_with_error(

@@ -453,7 +453,8 @@ class RequestProxy:
     @property
     def _has_started(self) -> bool:
         """Whether the client may have received events of the response, or tokens were received for it."""
-        return self._writer.has_output or self._context.delivered.output_tokens > 0
+        has_tokens = self._context.delivered.output_tokens > 0 and not self._writer.is_holding
+        return self._writer.has_output or has_tokens
 
     # --- ends of attempts ------------------------------------------------------------------------
 

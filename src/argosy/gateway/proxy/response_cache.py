@@ -232,8 +232,10 @@ def _describe(context: RequestContext) -> tuple[tuple[str, ...], tuple[Any, ...]
         {(each.upstream_model, each.model_digest or "") for each in pool.replicas.values()}
     )
     adapter = "" if context.adapter is None else context.adapter.digest
+    # Of a cascade another model may answer.
+    cascade = () if context.cascade is None else (fields.model, context.cascade)
     path = context.api.path.decode()
-    return owner, (path, pool.model, pool.version, adapter, computed_by, content)
+    return owner, (path, pool.model, pool.version, adapter, computed_by, *cascade, content)
 
 
 def _tenant(owner: tuple[str, ...]) -> str:

@@ -443,6 +443,11 @@ class ResponseRelay(ClientListener):
             self._context.end_reason = reason
         self._task.cancel()
 
+    def abandon(self) -> None:
+        """End the attempt, because a larger model is to answer."""
+        self.end_splice()
+        self._abort(EndReason.ESCALATED)
+
     def _write(self, events: bytes) -> None:
         if events and self._context.end_reason not in CLIENT_GONE:
             self._writer.write_events(events)

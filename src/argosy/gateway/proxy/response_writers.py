@@ -41,6 +41,8 @@ class ResponseWriter:
     """Whether the client may have received events."""
     is_full = False
     """Whether the response must end, because it exceeds the size limit or by its content."""
+    is_holding = False
+    """Whether output is held back, so that the client has received none although there is some."""
     needs_close = True
     """Whether `close` has something to do."""
     finish_reason = "length"
@@ -88,6 +90,13 @@ class ResponseWriter:
 
         Returns False if no other request does. Otherwise `abort` is called as soon as the last one has left.
         """
+        return False
+
+    def release(self) -> None:
+        """Hold nothing back any more, because another model answers than the selected one."""
+
+    async def replay(self) -> bool:
+        """Answer without a replica. Returns False if the answer has to be computed. Raises ApiError."""
         return False
 
     async def finish(self) -> None:
@@ -193,6 +202,12 @@ class WrappingWriter(ResponseWriter):
 
     def discard(self) -> bool:
         return self._writer.discard()
+
+    async def replay(self) -> bool:
+        return await self._writer.replay()
+
+    def continue_without_client(self, abort: Callable[[], object]) -> bool:
+        return self._writer.continue_without_client(abort)
 
     async def finish(self) -> None:
         await self._writer.finish()
