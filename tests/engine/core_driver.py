@@ -23,7 +23,7 @@ class RequestOutput:
     error: str | None = None
     error_code: str | None = None
     cached_tokens: int | None = None
-    draft_saved_s: float = 0.0
+    draft_saved_s: float = field(default=0.0, compare=False)
 
     def add(self, delta: Delta) -> None:
         assert self.finish is None, "delta after the last one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from argosy.engine.execution.architectures.draft_head import (
     read_eagle_head,
 )
 from argosy.engine.execution.checkpoint_formats.reader import CheckpointReader, StoredPart
+from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.executor.draft_head import HeadDrafter
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.loading.sleep_handler import DROPS_WEIGHTS
@@ -161,6 +163,25 @@ def test_heads_change_no_output_and_give_several_tokens_a_step(
         == drafts
         > 2 * speculation.stats.drafts[method] / 3
     )
+
+
+def test_target_keeps_nothing_for_a_head_that_raised(
+    bigram_model: tuple[Path, Path],
+    expected: dict[str, RequestOutput],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mtp = SpeculativeConfig(method="mtp")
+    core = create_core(bigram_model[0], dtype="bfloat16", warmup=True, speculative_config=mtp)
+    target = core.executor._model  # noqa: SLF001 - a decoder
+    assert isinstance(target, Decoder)
+    assert target.watched_layers
+    speculation = core.speculation
+    assert speculation is not None
+    monkeypatch.setattr(speculation.draft_model, "catch_up", Mock(side_effect=RuntimeError))
+    assert run_requests(core, requests()[:1])["0"].tokens == expected["0"].tokens
+    assert (speculation.draft_model, core.executor.on_computed) == (None, None)
+    assert not target.watched_layers
+    assert not target.hidden_states
 
 
 def test_heads_of_other_models_are_refused_by_name(

@@ -55,6 +55,7 @@ def test_lengths_are_within_all_bounds(
         DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
     ]
     num_decodes = len(candidates) + others
+    policy.record_step(num_decodes, 0, 0.02)
     for _ in range(FIRST_PROBE_WAIT + 2):
         lengths = policy.select_lengths(candidates, num_decodes, prefill_tokens)
         assert len(lengths) == len(candidates)
@@ -80,6 +81,7 @@ def test_drafts_never_lower_the_expected_rate(
         DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
     ]
     num_decodes = len(candidates) + others
+    policy.record_step(num_decodes, 0, 0.02)
     lengths = policy.select_lengths(candidates, num_decodes)
     tokens = float(num_decodes)
     for length, candidate in zip(lengths, candidates, strict=True):
@@ -114,6 +116,7 @@ def test_a_failed_sequence_recovers_when_its_drafts_are_accepted(sequences: int)
     policy = DraftLengthPolicy(RIDGE)
     histories = [train(policy, 0.0) for _ in range(sequences)]
     lengths = [0] * sequences
+    policy.record_step(sequences, 0, 0.02)
     for _ in range(400):
         candidates = [DraftCandidate(history, LOOKUP, 8) for history in histories]
         lengths = policy.select_lengths(candidates, sequences)
@@ -190,3 +193,35 @@ def test_passes_of_a_draft_model_must_pay() -> None:
             policy.record_step(1, 0, 0.02)
             policy.record_passes(2, 2 * pass_s)
         assert shortest <= policy.select_lengths(candidates, 1)[0] <= longest
+
+
+@given(step_records, acceptances, st.floats(-1.0, 3.0))
+def test_steps_are_no_longer_than_their_sequences_may_lose(
+    steps: list[tuple[int, int, float]], sequences: list[tuple[int, float]], max_loss: float
+) -> None:
+    policy = DraftLengthPolicy(RIDGE)
+    for step in steps:
+        policy.record_step(*step)
+    candidates = [
+        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
+    ]
+    policy.record_step(len(candidates), 0, 0.02)
+    drafted = sum(policy.select_lengths(candidates, len(candidates), 0, max_loss))
+    cost = policy.step_cost(len(candidates) + drafted) / policy.step_cost(len(candidates))
+    assert drafted <= 1 or cost <= 1.0 + max_loss
+    assert max_loss > 0 or not drafted
+
+
+def test_durations_without_drafts_are_measured_first_and_again() -> None:
+    """Nothing is drafted before it is known what it costs, nor for ever without comparing."""
+    policy = DraftLengthPolicy(RIDGE)
+    history = train(policy, 1.0)
+    drafted = []
+    for num_decodes in [*[4] * 200, 8, 8]:
+        candidate = DraftCandidate(history, LOOKUP, 4)
+        (length,) = policy.select_lengths([candidate], num_decodes)
+        drafted.append(length)
+        policy.record_step(num_decodes, length, 0.02)
+        policy.record_drafts(history, LOOKUP, length, length)
+    plain = [step for step, length in enumerate(drafted) if not length]
+    assert plain == [0, 65, 130, 195, 200]

@@ -20,6 +20,10 @@ MAX_DRAFT_TOKENS = 16
 """Maximum number of drafts of a sequence in one step."""
 MAX_SLOWDOWN = 1.15
 """Maximum duration of a step relative to the same step without drafts, if one of its sequences has none."""
+MAX_LOSS = 0.04
+"""Maximum time that a sequence may lose by drafts, its own and those of others, relative to that without drafts."""
+FIRST_LOSS = 1.0
+"""Time that it may lose beside that, in steps without drafts."""
 MIN_GAIN = 1.02
 """Minimum tokens per second with drafts relative to those without, below which only probes are drafted."""
 MIN_ACCEPTANCE = 0.01
@@ -39,6 +43,11 @@ MAX_DOMAINS = 4096
 """Number of cache domains whose acceptance is known."""
 MAX_RIDGES = 2
 """Maximum number of tokens of a step with drafts, in times in which the weights are read."""
+
+MAX_DRAFTED_STEPS = 64
+"""Maximum number of steps with drafts after which one without is measured, to compare with."""
+MAX_DECODES_RATIO = 1.25
+"""Number of sequences, relative to those of measured steps without drafts, up to which these say what a step costs."""
 
 _SEQUENCE_WEIGHT = 1 / 4
 _DRAFT_MODEL_WEIGHT = 1 / 16
@@ -85,12 +94,18 @@ class _SourceHistory:
 class DraftHistory:
     """Acceptance of earlier drafts of one sequence, by source, and the mean of all sequences of its cache domain."""
 
-    __slots__ = ("means", "sources")
+    __slots__ = ("means", "saved", "sources")
 
     def __init__(self, means: dict[DraftSource, float] | None = None) -> None:
         """Create the history of a new sequence, which starts from `means` and changes them."""
+        self.saved = 0.0
+        """Time that drafts have saved the sequence, in steps without drafts. Negative if it was slower with them."""
         self.means: dict[DraftSource, float] = {} if means is None else means
         self.sources: dict[DraftSource, _SourceHistory] = {}
+
+    def find_max_loss(self, num_tokens: int) -> float:
+        """Return how much longer a step may take, relative to one without drafts, after `num_tokens` output tokens."""
+        return FIRST_LOSS + MAX_LOSS * num_tokens + self.saved
 
 
 class DraftLengthPolicy:
@@ -113,8 +128,14 @@ class DraftLengthPolicy:
         self._min_row_cost = MIN_ROW_COST / ridge_tokens
         self._spare_probes = 0.0
         """Number of probes for which `PROBE_SHARE` of the time has sufficed, and that were not computed."""
+        self._cost_weights = [1.0] * len(_COST_ROWS)
+        """Weight of the next measurement of each cost."""
         self._decode_s = OnlineLinearFit(_DECODE_HALF_LIFE_STEPS)
         """Duration of a step without drafts by its number of sequences."""
+        self._min_decodes, self._max_decodes = inf, 0.0
+        """Numbers of sequences for which it is known well enough."""
+        self._drafted_steps = 0
+        """Number of steps with drafts since the last one without."""
 
     def create_history(self, domain: bytes) -> DraftHistory:
         """Return the history of a new sequence of a cache domain."""
@@ -125,7 +146,11 @@ class DraftLengthPolicy:
         return DraftHistory(means)
 
     def select_lengths(
-        self, candidates: Sequence[DraftCandidate], num_decodes: int, prefill_tokens: int = 0
+        self,
+        candidates: Sequence[DraftCandidate],
+        num_decodes: int,
+        prefill_tokens: int = 0,
+        max_loss: float = inf,
     ) -> list[int]:
         """Return the number of drafts to compute of each candidate, which may be 0.
 
@@ -133,17 +158,21 @@ class DraftLengthPolicy:
             candidates: Drafts of different sequences.
             num_decodes: Number of sequences that decode in the step, with or without drafts.
             prefill_tokens: Other tokens of the step.
+            max_loss: How much longer the step may take, relative to the same step without drafts.
         """
         rows = num_decodes + prefill_tokens
         max_rows = MAX_RIDGES * self._ridge_tokens
-        if prefill_tokens >= self._ridge_tokens or rows >= max_rows:
+        is_known = self._min_decodes <= num_decodes <= self._max_decodes
+        if not is_known or self._drafted_steps >= MAX_DRAFTED_STEPS:
+            return [0] * len(candidates)  # the next step without drafts is measured
+        if prefill_tokens >= self._ridge_tokens or rows >= max_rows or max_loss <= 0:
             return [0] * len(candidates)
-        lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, inf)
+        cost = self.step_cost(rows)
+        max_cost = (1.0 + max_loss) * cost
+        lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, max_cost)
         if 0 in lengths or num_decodes > len(candidates):
-            cost = self.step_cost(rows)
-            lengths = self._maximize_rate(
-                candidates, num_decodes, rows, max_rows, MAX_SLOWDOWN * cost
-            )
+            max_cost = min(max_cost, MAX_SLOWDOWN * cost)
+            lengths = self._maximize_rate(candidates, num_decodes, rows, max_rows, max_cost)
             _, row_cost = self._find_row_cost(rows)
             self._spare_probes = min(
                 self._spare_probes + PROBE_SHARE * cost / row_cost, MAX_SPARE_PROBES
@@ -183,19 +212,25 @@ class DraftLengthPolicy:
         """Record the duration of a step that computed nothing but decodes and their drafts."""
         if not num_drafts:
             self._decode_s.add(num_decodes, seconds)
+            self._min_decodes = min(self._min_decodes, num_decodes / MAX_DECODES_RATIO)
+            self._max_decodes = max(self._max_decodes, num_decodes * MAX_DECODES_RATIO)
+            self._drafted_steps = 0
             return
+        self._drafted_steps += 1
         expected_s = self._decode_s.predict(num_decodes)
         if expected_s <= 0:
             return
         rows = num_decodes + num_drafts
         estimated = self.step_cost(rows)
         measured = self.step_cost(num_decodes) * seconds / expected_s
-        change = _COST_WEIGHT * (min(2.0 * estimated, max(0.5 * estimated, measured)) - estimated)
+        difference = min(2.0 * estimated, max(0.5 * estimated, measured)) - estimated
         index, fraction = _locate(rows)
         costs = self._costs
         for knot, weight in ((index, 1.0 - fraction), (index + 1, fraction)):
             # the cost of the decodes alone is what the measurement is relative to
             if weight and _COST_ROWS[knot] > num_decodes:
+                change = self._cost_weights[knot] * difference
+                self._cost_weights[knot] = max(_COST_WEIGHT, self._cost_weights[knot] / 2)
                 costs[knot] = max(costs[knot - 1], costs[knot] + change)
         for knot in range(index + 1, len(costs)):
             costs[knot] = max(costs[knot], costs[knot - 1])

@@ -88,6 +88,11 @@ class DraftHead(nn.Module, Model):
         target.watched_layers = self.architecture.target_layers
         return target
 
+    def unwatch_target(self) -> None:
+        """Let the target keep no hidden states."""
+        (target,) = self._shared
+        target.watched_layers, target.hidden_states = (), []
+
     def prepare_hidden_states(self, states: Tensor) -> Tensor:
         """Map hidden states of the target, [T, layers * hidden], to those that the head continues, [T, hidden]."""
         if self._is_eagle:

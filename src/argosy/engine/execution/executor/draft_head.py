@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections.abc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from argosy.engine.execution.executor.draft_model import Chunk, DraftModel, Row
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.device import Device
 from argosy.engine.scheduling import MAX_DRAFT_TOKENS, SchedulerLimits, Sequence, StepPlan
+
+if TYPE_CHECKING:
+    from argosy.engine.execution.executor.executor import Executor
 
 MAX_WINDOW = MAX_DRAFT_TOKENS + 1
 """Maximum tokens of a sequence that decodes in a step."""
@@ -123,8 +127,21 @@ class HeadDrafter(DraftModel):
         self.hidden_states = HiddenStates(
             limits.max_seqs, architecture.hidden_states_width, dtype, device.torch_device
         )
+        self._executor: Executor | None = None
+        """Executor of the target."""
         self._states: Tensor
         """[samples, hidden], states from which the head continues after the samples of the latest pass."""
+
+    def attach(self, executor: Executor) -> None:
+        """Let the target of an executor keep its hidden states, and record them after each step until `close`."""
+        self._executor = executor
+        executor.on_computed = self.watch_target()
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._head.unwatch_target()
+            self._executor.on_computed = None
+            self._executor = None
 
     def watch_target(self) -> Callable[[StepPlan], None]:
         """Let the target keep its hidden states, and return what records them after each step."""

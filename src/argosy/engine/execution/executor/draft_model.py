@@ -126,6 +126,9 @@ class DraftModel:
         self.num_passes = 0
         """Forward passes of the last proposal. 0 if it computed tokens that were missing."""
 
+    def close(self) -> None:
+        """Let the target do no more for drafts, because none will be asked for."""
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run the forward pass of one token. Its results are meaningless."""

@@ -345,7 +345,7 @@ class _LoadedModel:
         if not isinstance(self.model, DraftHead):
             return DraftModel(self.model, plan.device, limits, plan.kv_dtype)
         drafter = HeadDrafter(self.model, plan.device, limits, plan.dtype, plan.kv_dtype)
-        executor.on_computed = drafter.watch_target()
+        drafter.attach(executor)
         return drafter
 
     def create_executor(

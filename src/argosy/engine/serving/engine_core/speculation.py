@@ -133,8 +133,9 @@ class Speculation:
         prefill_tokens = sum(
             seq.length - seq.computed_len for seq in running if not seq.is_prefilled
         )
+        max_loss = min(self._find_history(seq).find_max_loss(seq.output_len) for seq in decoding)
         selected = self._policy.select_lengths(
-            list(candidates.values()), len(decoding), prefill_tokens
+            list(candidates.values()), len(decoding), prefill_tokens, max_loss
         )
         lengths = {seq: length for seq, length in zip(candidates, selected, strict=True) if length}
         if self.draft_model is not None:
@@ -227,6 +228,7 @@ class Speculation:
             result = run(draft_model)
         except Exception:
             log.exception("drafter_failed", drafter=draft_model.name)
+            draft_model.close()
             self.draft_model = None
         self._draft_model_s += self._clock() - started_at
         return result
@@ -278,6 +280,10 @@ class Speculation:
                 plan.total_tokens - num_drafts, plan.total_tokens
             )
             self.stats.record_time(deltas, seconds, without_drafts_s)
+            for delta in deltas:
+                history = self._histories.get(delta.id)
+                if history is not None and without_drafts_s > 0:
+                    history.saved += delta.draft_saved_s / without_drafts_s
 
     def _end_pause(self, num_running: int) -> None:
         """Ask the drafters in the next step, so that no text of other requests delays the drafts of a new one."""
