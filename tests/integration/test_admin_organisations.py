@@ -177,6 +177,8 @@ CASES: dict[str, EndpointCase] = {
     "list_replicas": EndpointCase("viewer", "gateway"),
     "list_replica_events": EndpointCase("viewer", "gateway"),
     "read_replica_log": OperatorCase(query=lambda _: {"replica": "gone"}),
+    "list_cache_rules": EndpointCase("viewer", "gateway"),
+    "purge_cache": OperatorCase(body=lambda _: {"model": "big"}),
     "preview_routing": EndpointCase(
         "viewer",
         "gateway",

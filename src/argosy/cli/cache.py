@@ -1,4 +1,4 @@
-"""`argosy cache`: whether the semantic cache may be on."""
+"""`argosy cache`: figures and purges of caches of answers, and whether the semantic cache may be on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from msgspec import Meta
 
 from argosy.cli.embed import fetch_vectors, send_json
 from argosy.cli.failure import fail
-from argosy.cli.output import JsonOutput, print_records
+from argosy.cli.output import JsonOutput, print_records, print_result
 from argosy.cli.server_client import (
     DEFAULT_URL,
+    GatewayApiKey,
+    GatewayUrl,
     ServerApiKey,
     ServerUrl,
+    call_admin_api,
     fail_without_server,
     open_client,
 )
@@ -113,6 +116,55 @@ def evaluate(
         chosen = [each for each in evaluations if each.threshold == threshold]
         for evaluation in chosen:
             typer.echo(f"  evaluation: {msgspec.json.encode(evaluation).decode()}")
+
+
+@app.command()
+def show(
+    *, url: GatewayUrl = DEFAULT_URL, api_key: GatewayApiKey = None, json: JsonOutput = False
+) -> None:
+    """Show the hit rates of cache rules at one gateway since it started."""
+    rules = call_admin_api(url, api_key, "GET", "/admin/cache")["data"]
+    print_records(
+        rules,
+        ("Rule", "Hit rate", "Requests", "Questions", "Wrong answers of a dry run"),
+        lambda row: (
+            row["rule"],
+            "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
+            _format_counts(row["results"]),
+            _format_counts(row["questions"]),
+            "{:.1%} to {:.1%}".format(*row["wrong_answers"]) if row["wrong_answers"] else "",
+        ),
+        "No cache rule has matched a request.",
+        json=json,
+    )
+
+
+@app.command()
+def purge(
+    *,
+    project: Annotated[
+        str | None, typer.Option(help="Id of the project that asked; by default all.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model that answered; by default all.")
+    ] = None,
+    url: GatewayUrl = DEFAULT_URL,
+    api_key: GatewayApiKey = None,
+    json: JsonOutput = False,
+) -> None:
+    """Remove kept answers at all gateways of the store."""
+    body = {"project": project, "model": model}
+    given = {name: value for name, value in body.items() if value is not None}
+    result = call_admin_api(url, api_key, "POST", "/admin/cache/purge", given)
+    missing = ", ".join(result["unreachable"])
+    message = f"Removed {result['purged']} answers at {result['gateways']} gateways."
+    print_result(result, message + (f" Repeat it for {missing}." if missing else ""), json=json)
+    if missing:
+        raise typer.Exit(1)
+
+
+def _format_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def _read_pairs(path: Path) -> tuple[list[LabelledPair], str]:

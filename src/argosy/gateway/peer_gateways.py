@@ -110,7 +110,9 @@ class PeerGateways:
             log.warning("peer_gateway_unreachable", gateway=peer.id, reason=str(error))
             return None
 
-    async def fetch(self, peer: GatewayRecord, path: str, subject: str) -> bytes | None:
+    async def fetch(
+        self, peer: GatewayRecord, path: str, subject: str, method: str = "GET"
+    ) -> bytes | None:
         """Send a signed request to another gateway.
 
         Returns:
@@ -118,7 +120,7 @@ class PeerGateways:
         """
         try:
             status, body = await send_signed(
-                peer, self._tls, "GET", path, subject=subject, timeout_s=PEER_TIMEOUT_S
+                peer, self._tls, method, path, subject=subject, timeout_s=PEER_TIMEOUT_S
             )
         except UpstreamError as error:
             log.warning("peer_gateway_unreachable", gateway=peer.id, reason=str(error))

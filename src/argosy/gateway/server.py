@@ -25,6 +25,7 @@ from argosy.gateway.adapter_rollouts import AdapterRollouts
 from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
+from argosy.gateway.cache_admin import CacheAdmin
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
 from argosy.gateway.console import (
     BrowserGuard,
@@ -425,7 +426,12 @@ class GatewayServer:
         if peers is not None:
             self._parts.append(GatewayPart(start=peers.register, tasks=[peers.keep_registered]))
             routes += self._build_peer_routes(peers, generation, series_queries)
-        routes += self._build_admin(peers, series_queries, generation.previewer)
+        caches = None
+        if generation.cache is not None and generation.semantic_cache is not None:
+            caches = CacheAdmin(generation.cache, generation.semantic_cache, peers)
+            if peers is not None:
+                routes.append(caches.build_route(peers.secret))
+        routes += self._build_admin(peers, series_queries, generation.previewer, caches)
         app = GatewayApp(
             add_openapi_route(routes),
             authenticate=self._authenticator.authenticate,
@@ -462,6 +468,7 @@ class GatewayServer:
         peers: PeerGateways | None,
         series_queries: SeriesQueries | None,
         previewer: RoutingPreviewer,
+        caches: CacheAdmin | None,
     ) -> list[HttpRoute]:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
@@ -479,6 +486,7 @@ class GatewayServer:
             self._authenticator,
             explainer.explain,
             AdminCallLimiter(self._loop_monitor),
+            cache_admin=caches,
             fleet_control=fleet_control,
             series_queries=series_queries,
             fleet_logs=self._replica_logs,

@@ -131,6 +131,14 @@ class Accounts(RecordTables):
         """Return the project with this id, or raise NotFoundError."""
         return self._get_record(Project, project)
 
+    def record_cache_purge(
+        self, project: str | None, model: str | None, purged: int, actor: str
+    ) -> None:
+        """Record in the audit log that `actor` removed kept answers of a project and a model; None stands for all."""
+        with self._begin_transaction(actor) as transaction:
+            details = {"project": project, "model": model, "purged": purged}
+            transaction.append_decision("cache.purge", project or model or "all", details)
+
     def list_projects(
         self, organisation: str | None = None, page: PageRequest = ALL_RECORDS
     ) -> list[Project]:

@@ -57,6 +57,9 @@ class IdempotencyStore(Protocol):
     async def forget(self, key: str) -> None:
         """Remove the response of a key, if there is one."""
 
+    async def purge(self, matches: Callable[[str], bool]) -> int:
+        """Remove all responses whose keys match. Returns their number."""
+
     def reserve_bytes(self, size_bytes: int) -> bool:
         """Reserve memory for a running response, evicting older ones. Returns whether there is enough."""
 
@@ -117,6 +120,12 @@ class MemoryIdempotencyStore:
         stored = self._responses.pop(key, None)
         if stored is not None:
             self._memory.remove(stored)
+
+    async def purge(self, matches: Callable[[str], bool]) -> int:
+        keys = [key for key in self._responses if matches(key)]
+        for key in keys:
+            await self.forget(key)
+        return len(keys)
 
     def reserve_bytes(self, size_bytes: int) -> bool:
         self._evict_expired()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -27,6 +28,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store"
 COMMAND_TIMEOUT_S = 1.0
 """Maximum wait for a reply of Redis. Responses may be large."""
 STARTUP_TIMEOUT_S = 2.0
+PURGE_BATCH_SIZE = 500
+"""Keys that are deleted by one command."""
 RETRY_INTERVAL_S = 0.25
 """Interval of reconnection attempts while Redis is unavailable."""
 CLAIM_TTL_S = 8.0
@@ -102,6 +105,22 @@ class RedisIdempotencyStore:
                 await self._redis.delete(self._redis_key(key))
         except (RedisError, OSError, TimeoutError):
             self.is_connected = False
+
+    async def purge(self, matches: Callable[[str], bool]) -> int:
+        """Remove responses locally and in Redis. Returns the larger number."""
+        purged = await self._local.purge(matches)
+        try:
+            async with asyncio.timeout(STARTUP_TIMEOUT_S):
+                members = [each async for each, _ in self._redis.zscan_iter(f"{self._prefix}s")]
+                prefix = f"{self._prefix}:"
+                names = {each.decode().partition(" ")[2] for each in members}
+                found = [name for name in names if matches(name.removeprefix(prefix))]
+                for start in range(0, len(found), PURGE_BATCH_SIZE):
+                    await self._redis.delete(*found[start : start + PURGE_BATCH_SIZE])
+        except (RedisError, OSError, TimeoutError):
+            self.is_connected = False
+            raise
+        return max(purged, len(found))
 
     def reserve_bytes(self, size_bytes: int) -> bool:
         """Reserve memory in this gateway."""

@@ -70,6 +70,10 @@ class Counter:
         """Add `amount`; the exposition then contains the label values even at 0."""
         self._children[label_values].value += amount
 
+    def values(self) -> list[tuple[LabelValues, float]]:
+        """Return the sum for each set of label values."""
+        return [(label_values, child.value) for label_values, child in self._children.items()]
+
     def metric_family(self) -> Metric:
         """Return the Prometheus metric family."""
         family = CounterMetricFamily(self._name, self._help_text, labels=self._label_names)

@@ -454,3 +454,36 @@ async def test_projects_share_no_answer_and_hits_cost_their_charge(tmp_path: Pat
             assert results == ["miss", "miss", "hit"]
             assert costs[0] == costs[1] == 4 * costs[2] > 0
             assert count(replica) == 2
+
+
+async def test_a_purge_reaches_the_answers_of_a_project_or_model_at_all_gateways(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path}/argosy.db"
+    with open_organisation(url) as accounts:
+        projects = [accounts.project(name) for name in ("one", "two")]
+        keys = [{"authorization": f"Bearer {accounts.key(each)}"} for each in projects]
+        auth = AuthConfig(mode="required")
+        root = accounts.key(projects[0], "root", role="operator", scope="gateway")
+        admin = {"authorization": f"Bearer {root}"}
+        async with contextlib.AsyncExitStack() as stack:
+            clients = []
+            for _ in range(2):
+                gateway = caching_gateway(store=StoreConfig(url=url), auth=auth)
+                clients.append((await stack.enter_async_context(gateway))[0])
+
+            async def ask_all() -> list[str]:
+                answers = [await ask(client, key) for client in clients for key in keys]
+                return [each.headers["x-argosy-cache"] for each in answers]
+
+            assert await ask_all() == ["miss"] * 4
+            path = "/admin/cache/purge"
+            response = await clients[0].post(path, json={"project": projects[0]}, headers=admin)
+            assert response.json() == {"purged": 2, "gateways": 2, "unreachable": []}
+            assert await ask_all() == ["miss", "hit", "miss", "hit"]
+            for model, purged in (("other", 0), ("big", 4)):
+                response = await clients[1].post(path, json={"model": model}, headers=admin)
+                assert response.json()["purged"] == purged
+            assert await ask_all() == ["miss"] * 4
+            (rule,) = (await clients[0].get("/admin/cache", headers=admin)).json()["data"]
+            assert (rule["results"], rule["hit_rate"]) == ({"miss": 5, "hit": 1}, 1 / 6)

@@ -15,6 +15,7 @@ from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCH
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.change_check import check_change
 from argosy.gateway.auth import Authenticator, organisation_scope
+from argosy.gateway.cache_admin import CacheAdmin
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer
@@ -87,6 +88,8 @@ class AdminScope:
     """Slots for reads of endpoints that wait for events."""
     organisation_id: str | None = None
     """Id of the organisation, or None for the whole gateway."""
+    cache_admin: CacheAdmin | None = None
+    """Caches of responses. None if the gateway has none."""
     fleet_control: FleetControl | None = None
     """Control of the declared fleet that the gateway belongs to. None if it belongs to none."""
     series_queries: SeriesQueries | None = None
@@ -116,6 +119,11 @@ class AdminScope:
         ):
             return explanation
         return None
+
+    @property
+    def caches(self) -> CacheAdmin:
+        """The caches of responses."""
+        return _require(self.cache_admin, "This gateway has no cache of responses.")
 
     @property
     def declared_fleet(self) -> FleetControl:

@@ -15,6 +15,7 @@ import structlog
 
 from argosy.gateway.admin import (
     adapters,
+    caches,
     fleet,
     limits_and_prices,
     prompts,
@@ -99,6 +100,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *adapters.endpoints,
         *prompts.endpoints,
         *replicas.endpoints,
+        *caches.endpoints,
         *routing.endpoints,
         *fleet.endpoints,
         *reports.endpoints,

@@ -15,4 +15,5 @@ from argosy.gateway.proxy.handlers import CompletionHandlers
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error, starting_error
 from argosy.gateway.proxy.response_cache import ResponseCache
 from argosy.gateway.proxy.routing_preview import RoutingPreview, RoutingPreviewer
+from argosy.gateway.proxy.semantic_cache import SemanticCache
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes

@@ -138,11 +138,11 @@ class CompletionHandlers:
         self._filters = filters
         self._fast_path = fast_path
         self._outcomes = outcomes
-        self._cache = cache
+        self.cache = cache
         self._adapter_meter = adapter_meter
-        self._semantic_cache: SemanticCache | None = None
+        self.semantic_cache: SemanticCache | None = None
         if cache is not None:
-            self._semantic_cache = SemanticCache(
+            self.semantic_cache = SemanticCache(
                 models, ModelCaller(self.handle), cache, config.response_cache.max_bytes
             )
         self._moderator = Moderator(models, ModelCaller(self._handle_unfiltered))
@@ -331,7 +331,7 @@ class CompletionHandlers:
         # Answers in Redis may reach a disk, and they are kept as they are before they are filtered.
         is_stored = self._config.limits.redis is not None
         may_keep = context.content is None or not (is_stored and context.content.filters_storage)
-        cache, semantic = self._cache, self._semantic_cache
+        cache, semantic = self.cache, self.semantic_cache
         has_rules = may_keep and self._models.rules[CacheRule]
         if cache is not None and semantic is not None and has_rules:
             rule = self._find_rule(

@@ -137,6 +137,7 @@ class ResponseCache:
         response = None
         if (
             entry is not None
+            and not flight.is_purged
             and _COMPLETE.issuperset(entry.finish_reasons.values())
             and sum(map(len, entry.chunks)) <= self._max_response_bytes
         ):
@@ -157,6 +158,25 @@ class ResponseCache:
         entry = _open_entry(key, existing) if isinstance(existing, CachedResponse) else None
         is_valid = entry is not None and self.age_s(entry) <= max_age_s
         return entry if is_valid else None
+
+    async def purge(self, tenant: tuple[str, str] | None, model: str | None) -> int:
+        """Remove kept answers, also those that are being computed. Returns the number of kept ones.
+
+        Args:
+            tenant: Organisation and project; None for all.
+            model: Name of the model; None for all.
+
+        Raises:
+            ApiError: 503 if Redis cannot be reached.
+        """
+        matches = select_keys(tenant, model)
+        for key, flight in self._flights.items():
+            flight.is_purged |= matches(key)
+        try:
+            return await self._store.purge(matches)
+        except Exception as error:
+            message = "The answers in Redis cannot be removed at the moment. Purge again."
+            raise ApiError(503, "store_unavailable", message) from error
 
     def settle_similar(
         self, key: str, flight: Flight, claim: InFlightClaim, entry: CacheEntry
@@ -202,7 +222,19 @@ class ResponseCache:
 def compute_key(context: RequestContext) -> str:
     """Return the key of a request, which begins with a digest of its tenant (see `IdempotencyStore`)."""
     owner, parts = _describe(context)
-    return f"{_tenant(owner)}.{_digest((owner, parts))}"
+    return f"{_tenant(owner)}.{_digest(context.pool.model)[:16]}.{_digest((owner, parts))}"
+
+
+def select_keys(tenant: tuple[str, str] | None, model: str | None) -> Callable[[str], bool]:
+    """Return a function that says whether a key is of a tenant and a model, of which None means all."""
+    wanted = None if tenant is None else _tenant((*tenant, ""))
+    digest = None if model is None else _digest(model)[:16]
+
+    def matches(key: str) -> bool:
+        owner, _, rest = key.partition(".")
+        return wanted in {None, owner} and digest in {None, rest.partition(".")[0]}
+
+    return matches
 
 
 def compute_partition(context: RequestContext, messages: object, extra: object) -> tuple[str, str]:

@@ -20,7 +20,11 @@ from argosy.deployment import CacheRule, SemanticCacheConfig
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.principal import ANONYMOUS
 from argosy.gateway.proxy.model_call import ModelCaller
-from argosy.gateway.proxy.response_cache import ResponseCache, compute_partition
+from argosy.gateway.proxy.response_cache import (
+    ResponseCache,
+    compute_partition,
+    select_keys,
+)
 from argosy.gateway.proxy.single_flight import CacheEntry
 from argosy.gateway.request_context import CHAT, EMBEDDINGS, RequestContext
 from argosy.gateway.request_fields import TOOL_FIELDS
@@ -133,6 +137,11 @@ class SemanticCache:
             max_entries=config.max_entries,
             now=self._clock(),
         )
+
+    def purge(self, tenant: tuple[str, str] | None, model: str | None) -> None:
+        """Remove the questions of a tenant (organisation and project) and a model. None means all."""
+        if self._index is not None:
+            self._index.remove_matching(select_keys(tenant, model))
 
     def compare(
         self,

@@ -34,6 +34,7 @@ class Flight:
         error: Error of the request that computed it; None if it has failed otherwise or has not failed.
         content_rule: Content rule of that request.
         kept_as: How the cache had the answer: `hit` or `semantic`; empty if it is computed.
+        is_purged: Whether the answer must not be kept, because the cache was purged meanwhile.
         allows_streaming: Whether others may send chunks before the answer is complete.
         has_followed_output: Whether others have sent some, so that the answer cannot start over.
     """
@@ -49,6 +50,7 @@ class Flight:
         "error",
         "has_followed_output",
         "is_ended",
+        "is_purged",
         "kept_as",
     )
 
@@ -57,7 +59,7 @@ class Flight:
         self.entry: CacheEntry | None = None
         self.error: ApiError | None = None
         self.content_rule = content_rule
-        self.is_ended = self.has_followed_output = False
+        self.is_ended = self.is_purged = self.has_followed_output = False
         self.kept_as = ""
         self.allows_streaming = allows_streaming
         self._num_followers = 0

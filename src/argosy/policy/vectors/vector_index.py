@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -150,10 +151,11 @@ class VectorIndex:
             self._memory.remove(question)
             self._drop(tenant, answer_key)
 
-    def remove_tenant(self, tenant: str) -> None:
-        """Remove all questions of a tenant."""
-        for answer_key in tuple(self._by_tenant.get(tenant, ())):
-            self.remove(tenant, answer_key)
+    def remove_matching(self, matches: Callable[[str], bool]) -> None:
+        """Remove all questions whose answers have keys that match."""
+        for tenant, questions in tuple(self._by_tenant.items()):
+            for answer_key in filter(matches, tuple(questions)):
+                self.remove(tenant, answer_key)
 
     def _drop(self, tenant: str, answer_key: str) -> None:
         """Drop a question whose memory is no longer counted."""

@@ -74,10 +74,17 @@ function Facts({ explanation }) {
     ["Request", html`<${Name} value=${explanation.request_id || explanation.id} />`], ["Response", html`<${Name} value=${explanation.id} />`],
     ["Started", time(explanation.started_at, { date: true })], ["Model", `${visible(explanation.model)}${explanation.asked && explanation.asked !== explanation.model ? `, asked for ${visible(explanation.asked)}` : ""}`],
     ["Route", explanation.route ? `${visible(explanation.route)}: ${explanation.route_reason ?? ""}` : null],
+    ["Cache", (explanation.cache ?? []).map(describeCache).join("; ")],
     ["Tenant", [caller.organisation, caller.project].filter(Boolean).map(visible).join(" / ") || "this machine"], ["Key", caller.key], ["Tier", caller.tier],
     ["Ended by", Object.values(explanation.finish_reasons ?? {}).join(", ")], ["Path", explanation.path],
   ].filter(([, value]) => value);
   return html`<dl class="facts">${facts.map(([name, value]) => [html`<dt key=${`${name}-term`}>${name}</dt>`, html`<dd key=${name}>${value}</dd>`])}</dl>`;
+}
+
+function describeCache({ rule, result, similarity, age_s: age, saved_s: saved, saved_nano_dollars: price }) {
+  const facts = [similarity === undefined ? "" : `similarity ${similarity.toFixed(3)}`, age === undefined ? "" : `${duration(age)} old`,
+    saved === undefined ? "" : `saved ${duration(saved)}`, price ? `and ${money(price)}` : ""].filter(Boolean);
+  return `${visible(rule)}: ${[result, ...facts].join(", ")}`;
 }
 
 function Waterfall({ bars, total, first }) {
