@@ -19,6 +19,9 @@ QUANTIZE = ("int8", "int4")
 """Formats that the engine converts to. Others are stored in the checkpoint."""
 
 
+SPECULATION = {"default": "auto", "auto": "auto", "draft": "auto", "off": "off"}
+
+
 class Argosy:
     """Engine core that gets requests directly, as in the offline use of the peers."""
 
@@ -37,6 +40,8 @@ class Argosy:
             kv_memory_bytes=KV_GIB << 30,
             max_seqs=MAX_SEQS,
             model_impl=settings.model_impl,  # type: ignore[arg-type]
+            speculation=SPECULATION[settings.speculation],
+            draft_model=settings.draft,
             **quantized,
         )
         self._core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
@@ -55,7 +60,12 @@ class Argosy:
             params = SamplingParams(max_tokens=request.output, temperature=0.0, ignore_eos=True)
             stamps[str(self._serial)] = []
             self._core.add(
-                EngineRequest(id=str(self._serial), prompt=request.prompt, params=params)
+                EngineRequest(
+                    id=str(self._serial),
+                    prompt=request.prompt,
+                    params=params,
+                    prediction=list(request.prediction),
+                )
             )
         while self._core.has_work:
             deltas = self._core.step().deltas

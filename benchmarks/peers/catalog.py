@@ -29,6 +29,8 @@ class Peer:
     batching: str = "continuous"
     paced: bool = False
     """Whether the engine has no server. Its W4 runs in its process without HTTP, which favours it."""
+    speculation: str = "default"
+    """Setting of drafts, as in `worker.Settings`."""
 
 
 def interpreter(environment: str | None, environments: Path) -> Path:

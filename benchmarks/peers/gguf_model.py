@@ -64,6 +64,17 @@ def tensors(path: Path) -> Iterator[tuple[str, Values]]:
             yield _gguf_name(name), (halves.astype(np.uint32) << 16).view(np.float32)
 
 
+def pair_neighbours(name: str, values: Values, config: Mapping[str, Any]) -> Values:
+    """Order the rows of queries and keys as GGUF's `llama` rotates them: pairs (0, 1) and not (0, n/2)."""
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(
+        name.rpartition(".")[0].rpartition(".")[2]
+    )
+    if heads is None:
+        return values
+    halves = values.reshape(config[heads], 2, -1, values.shape[1])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
 def write(writer: gguf.GGUFWriter) -> None:
     """Write everything that was added, and close the file."""
     writer.write_header_to_file()

@@ -9,11 +9,18 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 
-from benchmarks.peers.gguf_model import add_sizes, add_word_tokens, tensors, write
+from benchmarks.peers.gguf_model import (
+    add_sizes,
+    add_word_tokens,
+    pair_neighbours,
+    tensors,
+    write,
+)
 from benchmarks.peers.worker import MAX_SEQS, Request, Settings, Stamps, main
 
 CACHE_TOKENS = 65536
@@ -37,8 +44,10 @@ def convert(settings: Settings) -> Path:
     for name, values in tensors(Path(settings.model) / "model.safetensors"):
         if values.ndim == 1:
             writer.add_tensor(name, values)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            continue
+        is_llama = config["model_type"] == "llama"
+        matrix = pair_neighbours(name, values, config) if is_llama else values
+        writer.add_tensor(name, gguf.quants.quantize(matrix, kind), raw_dtype=kind)
     write(writer)
     return partial.rename(path)
 
@@ -46,11 +55,15 @@ def convert(settings: Settings) -> Path:
 def server(settings: Settings, port: int) -> list[str]:
     """Return the command of `llama-server`, with a slot for each sequence and a unified KV cache."""
     cache = "--cache-prompt" if settings.prefix_cache else "--no-cache-prompt"
+    drafts = ["--spec-type", "ngram-simple"] if settings.speculation == "auto" else []
+    if settings.draft is not None:
+        drafts = ["--spec-draft-model", str(convert(replace(settings, model=settings.draft)))]
     return [
         *(str(Path(sys.prefix) / "build" / "bin" / "llama-server"), "-m", str(convert(settings))),
         *("--port", str(port), "--threads", str(settings.threads)),
         *("--parallel", str(MAX_SEQS), "--ctx-size", str(CACHE_TOKENS), "--kv-unified"),
         *("--flash-attn", "on", "--cache-ram", "0", cache, "--no-webui", "--log-disable"),
+        *drafts,
     ]
 
 

@@ -34,6 +34,15 @@ def _allocator() -> list[str]:
     return [found] if found else []
 
 
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 5,
+}
+"""vLLM's lookup in the text, with the lengths of its documentation's examples."""
+
+
 class Vllm:
     """vLLM's `LLM`. A single request is stepped to time its first token, several requests go through `generate`."""
 
@@ -48,6 +57,7 @@ class Vllm:
             max_model_len=CONTEXT,
             max_num_seqs=MAX_SEQS,
             enable_prefix_caching=settings.prefix_cache,
+            speculative_config=NGRAM if settings.speculation == "auto" else None,
         )
         allocator = "tcmalloc" if _allocator() else "no tcmalloc"
         self.version = f"{vllm.__version__}, libiomp5, {allocator}, threads bound"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -27,6 +27,8 @@ class Request(NamedTuple):
     output: int
     at_s: float = 0.0
     """Arrival after the start in seconds. Only engines that are driven in process for W4 use it."""
+    prediction: Sequence[int] = ()
+    """Expected output, which only Argosy uses."""
 
 
 Stamps = list[list[float]]
@@ -46,6 +48,10 @@ class Settings:
     prefix_cache: bool
     batching: str = "continuous"
     model_impl: str = "auto"
+    speculation: str = "default"
+    """`off`, `auto` (drafts from the text), `draft` (a draft model), or `default`, which is what the engine does."""
+    draft: str | None = None
+    """Directory of the draft model."""
 
     def converted(self, form: str) -> Path:
         """Return the path of this model in another engine's format, beside the original."""
