@@ -3,10 +3,10 @@
     make peers/llama-cpp peers/vllm
     python -m benchmarks.speculation [--model mini|qwen2-0.5b] [--kinds chat,edit,json,agent] [--rounds 5]
 
-`mini` is the bundled model with prompts that it can answer. Every engine gets the lengths of its answers, greedily, so
-that no engine goes on after an end and repeats itself. `edit` sends the text to change as `prediction`, in which a
-value differs from the answer. The shape `qwen2-0.5b` has random weights: its prompts are random, and `edit` predicts
-its own answer with every tenth token changed. The peers have no predictions.
+`mini` is the bundled model with conversations from the generators of its text, by the kind of the answer. Every engine
+gets the lengths of the model's answers, greedily, so that none goes on after an end and repeats itself. The shape
+`qwen2-0.5b` has random weights and random prompts. Requests of `edit` have a `prediction`, which is the answer with
+every tenth token changed; the peers have no predictions.
 
 Engines run in turns within a round. A figure is the output tokens of all requests per second, the prompts included, and
 `ratio` the median over rounds of an engine's rate by that of the same engine without drafts.
@@ -23,9 +23,17 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from models.chat_format import ASSISTANT, render
+from models.corpus.chat import generate_documents
+from models.corpus.documents import Document
+from tokenizers import Tokenizer
 
 from argosy import LLM, SamplingParams
 from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
@@ -48,94 +56,69 @@ ENGINES = {
 }
 """Engines by name. The first word names the one without drafts."""
 KINDS = ("chat", "edit", "json", "agent")
-MINI = "mini"
-MOST_REQUESTS = 32
+MINI, SEED = "mini", 4242
+REQUESTS = 32
 SINGLES = 8
 """Requests that run one after another for a batch of 1."""
-MOST_OUTPUT = 160
-WORDS = ["river", "stone", "cloud", "maple", "ember", "tide", "raven", "copper", "linen", "harbor"]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "send_message",
-            "description": "Send a message.",
-            "parameters": {
-                "type": "object",
-                "properties": {name: {"type": "string"} for name in ("to", "subject", "text")},
-                "required": ["to", "subject", "text"],
-            },
-        },
-    }
-]
+LEAST_OUTPUT, MOST_OUTPUT = 24, 160
+SHAPE_INPUT, SHAPE_OUTPUT = 128, 48
+PREDICTED_SHARE = 0.9
 
 
-def make_messages(kind: str, rng: random.Random) -> tuple[list[dict[str, Any]], str]:
-    """Return the messages of a request of this kind, and the text of its prediction."""
-    words = rng.sample(WORDS, 8)
-    if kind == "chat":
-        return [{"role": "user", "content": f"Tell me a story about a {words[0]}."}], ""
-    if kind == "agent":
-        address, subject, text = f"{words[0]}@example.com", words[1], " ".join(words[2:])
-        text = f"Send a message to {address} with the subject {subject} and the text: {text}"
-        return [{"role": "user", "content": text}], ""
-    values = {
-        f"{key}_{rng.randrange(100)}": f"{rng.choice(WORDS)}{rng.randrange(1000)}" for key in words
-    }
-    listed = ", ".join(f"{key} is {value}" for key, value in values.items())
-    question = [{"role": "user", "content": f"{listed}\n\nWrite this as JSON."}]
-    if kind == "json":
-        return question, ""
-    values[rng.choice(list(values))] = "other"
-    return question, json.dumps(values)
-
-
-def make_requests(kind: str, model: Path, seed: int) -> list[Request]:
-    """Return requests, whose lengths are those of the model's answers without drafts."""
-    rng = random.Random(f"{kind} {seed}")
+def make_requests(kind: str, model: Path) -> list[Request]:
+    """Return requests whose lengths are those of the model's answers without drafts."""
     is_mini = model.name == MINI
-    if is_mini:
-        requests = [_render(*make_messages(kind, rng), kind, model) for _ in range(MOST_REQUESTS)]
-    else:
-        vocabulary = int(str(json.loads((model / "config.json").read_text())["vocab_size"]))
-        requests = [
-            Request([rng.randrange(SPECIAL, vocabulary) for _ in range(128)], 48)
-            for _ in range(MOST_REQUESTS)
-        ]
+    prompts = mini_prompts(kind, model) if is_mini else shape_prompts(kind, model)
+    params = SamplingParams(
+        max_tokens=MOST_OUTPUT if is_mini else SHAPE_OUTPUT, temperature=0.0, ignore_eos=not is_mini
+    )
     with LLM(str(model), speculation="off", max_model_len=CONTEXT) as llm:
         answers = llm.generate(
-            [{"prompt_token_ids": request.prompt} for request in requests],
-            [
-                SamplingParams(max_tokens=request.output, temperature=0.0, ignore_eos=not is_mini)
-                for request in requests
-            ],
-            use_tqdm=False,
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
         )
-    outputs = [list(answer.outputs[0].token_ids) for answer in answers]
-    if kind == "edit" and not is_mini:
-        requests = [
-            request._replace(
-                prediction=[token + (index % 10 == 9) for index, token in enumerate(output)]
-            )
-            for request, output in zip(requests, outputs, strict=True)
-        ]
-    return [
-        request._replace(output=max(2, len(output)))
-        for request, output in zip(requests, outputs, strict=True)
+    requests = [
+        Request(prompt, len(answer.outputs[0].token_ids), 0.0, predict(answer.outputs[0].token_ids))
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
+    if kind != "edit":
+        requests = [request._replace(prediction=()) for request in requests]
+    return [request for request in requests if request.output >= LEAST_OUTPUT][:REQUESTS]
 
 
-def _render(messages: list[dict[str, Any]], prediction: str, kind: str, model: Path) -> Request:
-    from transformers import AutoTokenizer
+def predict(output: Sequence[int]) -> list[int]:
+    """Return the output with some tokens changed, in runs as an edit leaves them."""
+    every = round(4 / (1 - PREDICTED_SHARE))
+    return [token ^ (index % every < 4) for index, token in enumerate(output)]
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    prompt = tokenizer.apply_chat_template(
-        messages,
-        tools=TOOLS if kind == "agent" else None,
-        add_generation_prompt=True,
-        return_dict=False,
+
+def mini_prompts(kind: str, model: Path) -> list[list[int]]:
+    """Return prompts from the generators of the bundled model's text, with a seed that no training had."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = islice(
+        (text for document in generate_documents(SEED) for text in ask(kind, document)),
+        6 * REQUESTS,
     )
-    return Request(prompt, MOST_OUTPUT, 0.0, tokenizer.encode(prediction))
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+def ask(kind: str, document: Document) -> Iterator[str]:
+    """Yield the text before the last answer of a conversation, if that answer is of this kind."""
+    turns = document.messages
+    if not turns or turns[-1].role != "assistant":
+        return
+    is_call, is_json = bool(turns[-1].calls), turns[-1].content.startswith(("{", "["))
+    answered = "agent" if is_call or document.tools else "json" if is_json else "chat"
+    if answered == {"edit": "json"}.get(kind, kind):
+        yield render(replace(document, messages=turns[:-1])) + ASSISTANT
+
+
+def shape_prompts(kind: str, model: Path) -> list[list[int]]:
+    """Return random prompts."""
+    rng = random.Random(kind)
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    return [
+        [rng.randrange(SPECIAL, vocabulary) for _ in range(SHAPE_INPUT)] for _ in range(REQUESTS)
+    ]
 
 
 def measure(session: Session, requests: list[Request], batch: int) -> tuple[float, float]:
@@ -155,7 +138,7 @@ def run(options: argparse.Namespace, model: Path, draft: Path | None) -> list[di
     rates: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
     missing: dict[str, str] = {}
     versions: dict[str, str] = {}
-    work = {kind: make_requests(kind, model, 0) for kind in options.kinds}
+    work = {kind: make_requests(kind, model) for kind in options.kinds}
     with ExitStack() as stack:
         sessions: dict[str, Session] = {}
         for name in options.engines:
