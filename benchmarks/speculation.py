@@ -8,8 +8,9 @@ gets the lengths of the model's answers, greedily, so that none goes on after an
 `qwen2-0.5b` has random weights and random prompts. Requests of `edit` have a `prediction`, which is the answer with
 every tenth token changed; the peers have no predictions.
 
-Engines run in turns within a round. A figure is the output tokens of all requests per second, the prompts included, and
-`ratio` the median over rounds of an engine's rate by that of the same engine without drafts.
+Engines run in turns within a round.
+A figure is the output tokens of all requests per second.
+`ratio` is the median over rounds of an engine's rate by that of the same engine without drafts.
 """
 
 from __future__ import annotations

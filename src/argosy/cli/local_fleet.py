@@ -50,6 +50,8 @@ class LocalFleet:
     """Options on the command line, by name."""
     log_content: bool
     """Whether explanations contain prompts and outputs."""
+    otlp_traces_endpoint: str | None
+    """Receiver of traces; None exports none."""
     embedding_models: Mapping[str, str]
     """Path or hub name of each embedding model by its public name."""
     added_models: Mapping[str, str]
@@ -262,6 +264,7 @@ class LocalFleet:
             QueueConfig,
             ReplicaConfig,
             Timeouts,
+            TracingConfig,
         )
         from argosy.store import StoreConfig
 
@@ -293,6 +296,9 @@ class LocalFleet:
             model_memory=self.model_memory,
             drain_deadline_s=server.drain_deadline_s,
             log_content=self.log_content,
+            tracing=None
+            if self.otlp_traces_endpoint is None
+            else TracingConfig(endpoint=self.otlp_traces_endpoint),
         )
 
 

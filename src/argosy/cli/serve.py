@@ -144,6 +144,14 @@ def serve(
             rich_help_panel="Advanced",
         ),
     ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help="Export traces of requests to this receiver of OTLP over HTTP, like http://localhost:4318.",
+            rich_help_panel="Advanced",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
     from argosy.cli.adapters import register_modules
@@ -188,6 +196,7 @@ def serve(
                 display=display,
                 options=options,
                 log_content=log_content,
+                otlp_traces_endpoint=otlp_traces_endpoint,
                 embedding_models=parse_models(
                     "--embedding-model", embedding_model or (), (*names, *added)
                 ),

@@ -138,6 +138,7 @@ from argosy.deployment.settings.gateway_config import (
     SeriesConfig,
     SleepConfig,
     Timeouts,
+    TracingConfig,
     load_config,
 )
 from argosy.deployment.settings.prompt_config import PromptConfig, PromptRule

@@ -15,6 +15,7 @@ from msgspec.structs import asdict
 
 from argosy.deployment import ExplainConfig
 from argosy.gateway.principal import ANONYMOUS, TIERS, Principal
+from argosy.gateway.trace_context import TraceContext
 from argosy.policy import MemoryEntry, Rates, RoutingCost, TenantMemory
 from argosy.policy.placement import AttemptRecord
 from argosy.protocol import NO_TOKENS, RequestReport, TokenUsage
@@ -124,6 +125,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Rule and dropped messages of a conversation that was too long, as in explanations; empty if none was dropped."""
     content: list[dict[str, Any]] = []
     """Content rule of the request with each finding, as in explanations; empty if no rule matched."""
+    trace_context: TraceContext | None = None
+    """Distributed trace of the request. None if no traces are exported."""
 
     def to_dict(self) -> dict[str, Any]:
         """Format the explanation as a JSON object."""
@@ -184,6 +187,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             fields["adapter"] = self.adapter
         if self.prompt:
             fields["prompt"] = self.prompt
+        if self.trace_context is not None:
+            fields["trace_id"] = self.trace_context.trace_id
         if self.pauses:
             fields["pauses"] = [
                 {"paused_ms": self._elapsed_ms(start), "resumed_ms": self._elapsed_ms(end)}

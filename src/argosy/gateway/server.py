@@ -72,6 +72,7 @@ from argosy.gateway.residency_manager import ResidencyManager
 from argosy.gateway.routes import add_openapi_route, build_routes
 from argosy.gateway.series_collector import SeriesCollector
 from argosy.gateway.series_queries import SeriesQueries
+from argosy.gateway.tracing import SpanExporter
 from argosy.gateway.version_comparison import AdapterMeter, LocalGate, OutcomeMeter, RouteWatcher
 from argosy.http_server import (
     CertificateWatcher,
@@ -160,6 +161,9 @@ class GatewayServer:
         self._gateway_id = new_gateway_id()
         self._loop_monitor = LoopMonitor()
         self._series = SeriesCollector(config, self._models) if config.series.enabled else None
+        self._exporter: SpanExporter | None = None
+        if config.tracing is not None:
+            self._exporter = SpanExporter(config.tracing, self._gateway_id, self._metrics)
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._outcomes: OutcomeMeter | None = None
@@ -234,6 +238,9 @@ class GatewayServer:
             exit_stack.push_async_callback(self._registry.close)
             if self._series is not None:
                 exit_stack.push_async_callback(self._series.close)
+            if self._exporter is not None:
+                exit_stack.push_async_callback(self._exporter.close)
+                self._parts.append(GatewayPart(tasks=[self._exporter.run]))
             config = self._config
             redis = config.limits.redis, read_redis_password(config.limits)
             idempotency_store = create_idempotency_store(config.idempotency, *redis)
@@ -241,7 +248,9 @@ class GatewayServer:
             exit_stack.push_async_callback(idempotency_store.close)
             series = None if self._series is None else self._series.recorder
             filters: list[RequestFilter] = [
-                TelemetryFilter(self._traces, self._metrics, time.monotonic, series),
+                TelemetryFilter(
+                    self._traces, self._metrics, time.monotonic, series, self._exporter
+                ),
                 IdempotencyFilter(idempotency_store, config.idempotency.max_response_bytes),
             ]
             if config.store is not None:

@@ -244,6 +244,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     last output. A gateway that knows all finish reasons then has the report too, and can complete the usage.
     """
 
+    queue_ms: Milliseconds = 0.0
+    """Time in the engine's queue, of the choice that waited longest."""
     steps: Count = 0
     """Steps that generated tokens, of each choice on its own. Tokens that an earlier replica generated are left out."""
     accepted_drafts: Count = 0

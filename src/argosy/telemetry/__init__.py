@@ -24,4 +24,12 @@ from argosy.telemetry.log_lines import (
     parse_log,
 )
 from argosy.telemetry.logs import LogFormat, bind_request, configure_logging
+from argosy.telemetry.otlp import (
+    AttributeValue,
+    Span,
+    SpanEvent,
+    SpanKind,
+    encode_request,
+    encode_spans,
+)
 from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes, SleepStats

@@ -188,6 +188,22 @@ class GatewayMetrics(Collector):
             "Matches of content rules, by the side on which they were found: input or output.",
             *("rule", "side", "detector", "action"),
         )
+        self.traces = self._add_counter(
+            "argosy_gateway_traces",
+            "Ended requests by whether their trace was kept, and why: error, attempts, caller, ratio, unsampled, bound"
+            " or tenant_bound.",
+            "decision",
+        )
+        self.spans_dropped = self._add_counter(
+            "argosy_gateway_spans_dropped",
+            "Spans of kept traces that were not delivered: queue_full, refused or stopped.",
+            "reason",
+        )
+        self.trace_exports = self._add_counter(
+            "argosy_gateway_trace_exports",
+            "Batches of spans that were sent, by outcome: success or failure.",
+            "outcome",
+        )
         self._tokens = self._add_counter(
             "argosy_gateway_tokens",
             "Tokens by kind: input (computed), cached (found in a prefix cache) and output (delivered).",

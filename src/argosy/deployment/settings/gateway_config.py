@@ -205,6 +205,23 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Environment variable with the server's password."""
 
 
+class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Export of the traces of requests to an OTLP receiver. OpenTelemetry's environment variables set the rest."""
+
+    endpoint: Annotated[str, Meta(examples=["http://collector:4318"])] | None = None
+    """Base URL of a receiver of OTLP over HTTP. None takes `OTEL_EXPORTER_OTLP_ENDPOINT`."""
+    headers_env: str | None = None
+    """Environment variable with headers for the receiver, such as `authorization=Basic%20...`. They are added to those
+    of `OTEL_EXPORTER_OTLP_HEADERS`."""
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of the traces that are kept. Those of failures, of several attempts and of clients that sample are kept
+    apart from it."""
+    max_traces_per_s: Annotated[int, Meta(ge=1)] = 100
+    """Maximum traces kept in a second. One tenant has a tenth of them."""
+    semconv: Literal["latest", "1.36"] = "latest"
+    """Version of OpenTelemetry's names for generative AI."""
+
+
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many ended requests can be explained, and for how long."""
 
@@ -292,6 +309,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ByOperator[ExplainConfig] = ExplainConfig()
     """How many explanations of requests are kept, and how long."""
+    tracing: ByCommandLine[TracingConfig | None] = None
+    """Export traces of requests by OTLP. None exports none."""
     series: ByCommandLine[SeriesConfig] = SeriesConfig()
     """Time series of requests, tokens, latencies, replicas, tenants and cost."""
     max_failed_attempts: ByOperator[Annotated[int, Meta(ge=1, le=10)]] = 4

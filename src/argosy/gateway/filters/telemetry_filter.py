@@ -9,6 +9,7 @@ from operator import sub
 
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.tracing import SpanExporter
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import AttemptRecord
 from argosy.series import RequestSample, SeriesRecorder
@@ -35,11 +36,13 @@ class TelemetryFilter:
         metrics: GatewayMetrics,
         clock: Callable[[], float],
         series: SeriesRecorder | None = None,
+        exporter: SpanExporter | None = None,
     ) -> None:
         self._traces = traces
         self._metrics = metrics
         self._clock = clock
         self._series = series
+        self._exporter = exporter
 
     async def on_request(self, context: RequestContext) -> bool:
         """Start the trace and add the request id to the response headers."""
@@ -52,6 +55,8 @@ class TelemetryFilter:
         trace.stream = context.fields.stream
         trace.principal = context.principal
         trace.started_at = context.started_at
+        if self._exporter is not None:
+            trace.trace_context = self._exporter.begin(context)
         context.response_headers.append((b"x-argosy-request", trace.response_id.encode()))
         self._traces.add(trace)
         for decision in trace.routing:
@@ -115,6 +120,8 @@ class TelemetryFilter:
                 trace.stop_reasons[choice] = delivered.early_stops[choice]
         if context.token_intervals_s:
             self._record_intervals(context)
+        if self._exporter is not None:
+            self._exporter.add(context)
         self._traces.complete(trace, now)
         self._record_metrics(context, now)
 

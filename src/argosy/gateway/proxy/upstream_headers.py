@@ -65,7 +65,7 @@ def encode_request_headers(
         native_headers: Headers that a native replica gets in addition.
     """
     exchange, delivered = context.exchange, context.delivered
-    headers = _trace_headers(exchange.headers)
+    headers = _trace_headers(context)
     if replica.kind != "argosy":
         # Not the client's request id. Engines identify requests by this header, and clients may choose equal ids.
         request_id = context.response_id.rpartition("-")[2]
@@ -139,8 +139,12 @@ def forward_notes(
                 headers.append(entry)
 
 
-def _trace_headers(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the client's W3C trace headers that are valid."""
+def _trace_headers(context: RequestContext) -> list[tuple[bytes, bytes]]:
+    """Return the W3C trace headers of an attempt: the client's if they are valid, or those of its exported span."""
+    trace, headers = context.trace, context.exchange.headers
+    if trace.trace_context is not None:
+        attempt = len(trace.earlier_attempts) + len(trace.attempts) - 1
+        return trace.trace_context.upstream_headers(context.response_id, attempt)
     parent, state = headers.get(b"traceparent", b""), headers.get(b"tracestate", b"")
     if not parent or not _TRACEPARENT_PATTERN.fullmatch(parent):
         return []

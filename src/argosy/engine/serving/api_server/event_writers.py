@@ -355,6 +355,7 @@ class ReportWriter:
         generated_tokens = sum(choice.generated_tokens for choice in spec.choices)
         accepted_drafts = sum(choice.accepted_drafts for choice in spec.choices)
         return RequestReport(
+            queue_ms=1000 * max(choice.queue_s for choice in spec.choices),
             steps=generated_tokens - accepted_drafts,
             accepted_drafts=accepted_drafts,
             draft_saved_s=sum(choice.draft_saved_s for choice in spec.choices),

@@ -178,7 +178,7 @@ class RequestMetrics:
         metrics = self._replica.metrics
         times = self._times[choice.index]
         if delta.queue_s is not None:
-            times.queued_s = delta.queue_s
+            times.queued_s = choice.queue_s = delta.queue_s
         if delta.tokens:
             now = time.monotonic()
             if times.first_token_at is None or times.last_token_at is None:

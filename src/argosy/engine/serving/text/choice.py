@@ -129,6 +129,8 @@ class Choice:
         """Number of them that were drafts."""
         self.draft_saved_s = 0.0
         """Seconds by which drafts made them arrive earlier."""
+        self.queue_s = 0.0
+        """Seconds in the engine's queue."""
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids) - set(
             request.params.stop_token_ids
         )

@@ -1,0 +1,287 @@
+"""Sends spans to an OTLP receiver in batches, without ever delaying a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import os
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+import structlog
+
+from argosy.deployment import TracingConfig
+from argosy.gateway.request_context import RequestContext
+from argosy.gateway.trace_context import TraceContext, read_trace_context
+from argosy.gateway.tracing.request_spans import SCHEMA_URLS, build_spans
+from argosy.gateway.tracing.trace_sampler import TraceSampler
+from argosy.process import run_in_daemon_thread
+from argosy.proxies import direct_mounts
+from argosy.telemetry import (
+    AttributeValue,
+    GatewayMetrics,
+    Span,
+    SpanKind,
+    encode_request,
+    encode_spans,
+)
+from argosy.version import VERSION
+
+if TYPE_CHECKING:
+    import httpx2
+
+TRACES_PATH = "/v1/traces"
+MAX_QUEUE_BYTES = 8 << 20
+"""Encoded spans that wait. Beyond it, the oldest are dropped."""
+MAX_BATCH_BYTES = 1 << 20
+BATCH_INTERVAL_S = 5.0
+MAX_RETRY_DELAY_S = 30.0
+FLUSH_TIMEOUT_S = 2.0
+"""Time for the last batch when the gateway stops."""
+_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_TOO_LARGE = 413
+_ALL_ACCEPTED = b"\x0a\x00"
+"""An answer with an empty `partial_success`, which some receivers send instead of nothing."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+class SpanExporter:
+    """Keeps and sends the traces of requests. Use it from one event loop.
+
+    The environment's standard variables set what the settings leave open: `OTEL_EXPORTER_OTLP_ENDPOINT`, `_HEADERS`,
+    `_TIMEOUT` and `_CERTIFICATE`, also as `OTEL_EXPORTER_OTLP_TRACES_...`, `OTEL_SERVICE_NAME` and
+    `OTEL_RESOURCE_ATTRIBUTES`.
+    """
+
+    def __init__(
+        self,
+        config: TracingConfig,
+        gateway_id: str,
+        metrics: GatewayMetrics,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Create an exporter.
+
+        Raises:
+            ValueError: No endpoint is set, or it is not one of HTTP. The message says what to change.
+        """
+        self.endpoint = _find_endpoint(config, environment)
+        self._config = config
+        self._metrics = metrics
+        self._sampler = TraceSampler(config.sample_ratio, config.max_traces_per_s)
+        self._headers = _parse_pairs(_read(environment, "HEADERS"))
+        if config.headers_env is not None:
+            self._headers |= _parse_pairs(environment.get(config.headers_env, ""))
+        self._timeout_s = float(_read(environment, "TIMEOUT") or 10_000) / 1000
+        self._certificate = _read(environment, "CERTIFICATE")
+        self._resource: dict[str, AttributeValue] = {
+            "service.name": "argosy-gateway",
+            "service.version": VERSION,
+            "service.instance.id": gateway_id,
+            "host.name": socket.gethostname(),
+            **_parse_pairs(environment.get("OTEL_RESOURCE_ATTRIBUTES", "")),
+        }
+        if environment.get("OTEL_SERVICE_NAME"):
+            self._resource["service.name"] = environment["OTEL_SERVICE_NAME"]
+        self._queue: deque[tuple[bytes, int]] = deque()
+        """Encoded spans of a request, with their number."""
+        self._queued_bytes = 0
+        self._is_full = asyncio.Event()
+        """Set when a batch is complete before its time."""
+        self._client: httpx2.Client | None = None
+        self._was_reachable: bool | None = None
+
+    @staticmethod
+    def begin(context: RequestContext) -> TraceContext:
+        """Return the trace of a new request: the client's, or a new one."""
+        return read_trace_context(context.exchange.headers, context.response_id)
+
+    def add(self, context: RequestContext) -> None:
+        """Queue the spans of an ended request, if its trace is kept."""
+        trace = context.trace
+        trace_context = trace.trace_context
+        if trace_context is None:
+            return
+        reason = self._sampler.decide(trace, trace_context, time.monotonic())
+        self._metrics.traces.add((reason,))
+        if reason in {"unsampled", "bound", "tenant_bound"}:
+            return
+        spans = build_spans(context, trace_context, reason, self._config.semconv)
+        state = self._sampler.trace_state(trace_context, reason)
+        encoded = encode_spans(bytes.fromhex(trace_context.trace_id), state, spans)
+        self._queue.append((encoded, len(spans)))
+        self._queued_bytes += len(encoded)
+        while self._queued_bytes > MAX_QUEUE_BYTES:
+            dropped, count = self._queue.popleft()
+            self._queued_bytes -= len(dropped)
+            self._metrics.spans_dropped.add(("queue_full",), count)
+        if self._queued_bytes >= MAX_BATCH_BYTES:
+            self._is_full.set()
+
+    async def run(self) -> None:
+        """Send a first span that shows whether the receiver is reachable, then batches, until cancelled."""
+        now_ns = time.time_ns()
+        span_id = blake2b(os.urandom(16), digest_size=8).digest()
+        start = Span(
+            name="argosy.start",
+            kind=SpanKind.INTERNAL,
+            span_id=span_id,
+            start_ns=now_ns,
+            end_ns=now_ns,
+        )
+        await self._send([(encode_spans(os.urandom(16), "", [start]), 1)])
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_full.wait(), BATCH_INTERVAL_S)
+            self._is_full.clear()
+            while self._queue:
+                batch = self._take_batch()
+                try:
+                    await self._send(batch)
+                except asyncio.CancelledError:
+                    self._queue.extendleft(reversed(batch))
+                    raise
+
+    async def close(self) -> None:
+        """Send what is queued, for at most `FLUSH_TIMEOUT_S`."""
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                while self._queue:
+                    await self._send(self._take_batch(), retries=False)
+        except TimeoutError:
+            self._metrics.spans_dropped.add(("stopped",), sum(count for _, count in self._queue))
+        if self._client is not None:
+            self._client.close()
+
+    def _take_batch(self) -> list[tuple[bytes, int]]:
+        batch, size = [self._queue.popleft()], 0
+        while self._queue and size + len(self._queue[0][0]) <= MAX_BATCH_BYTES:
+            batch.append(self._queue.popleft())
+            size += len(batch[-1][0])
+        self._queued_bytes -= sum(len(encoded) for encoded, _ in batch)
+        return batch
+
+    async def _send(self, batch: list[tuple[bytes, int]], *, retries: bool = True) -> None:
+        """Send a batch, again while the receiver is away, and in halves if it is too large for the receiver."""
+        delay_s = 1.0
+        while True:
+            status, problem, wait_s = await run_in_daemon_thread(self._post, batch)
+            self._report_reachable(problem)
+            if not problem:
+                self._metrics.trace_exports.add(("success",))
+                return
+            self._metrics.trace_exports.add(("failure",))
+            if status == _TOO_LARGE and len(batch) > 1:
+                middle = len(batch) // 2
+                await self._send(batch[:middle], retries=retries)
+                await self._send(batch[middle:], retries=retries)
+                return
+            if not retries or (status is not None and status not in _RETRIED_STATUSES):
+                self._metrics.spans_dropped.add(("refused",), sum(count for _, count in batch))
+                return
+            await asyncio.sleep(min(max(delay_s, wait_s), MAX_RETRY_DELAY_S))
+            delay_s *= 2
+
+    def _post(self, batch: list[tuple[bytes, int]]) -> tuple[int | None, str, float]:
+        """Send a batch, from a thread.
+
+        Returns:
+            Status of the answer, or None if there is none; the problem, or ""; seconds to wait before another try.
+        """
+        import httpx2  # takes long to import
+
+        try:
+            if self._client is None:
+                verify = (
+                    ssl.create_default_context(cafile=self._certificate)
+                    if self._certificate
+                    else True
+                )
+                self._client = httpx2.Client(
+                    timeout=self._timeout_s, mounts=direct_mounts(self.endpoint), verify=verify
+                )
+            body = encode_request(
+                self._resource,
+                VERSION,
+                SCHEMA_URLS[self._config.semconv],
+                [encoded for encoded, _ in batch],
+            )
+            headers = self._headers | {
+                "content-type": "application/x-protobuf",
+                "content-encoding": "gzip",
+            }
+            with self._client.stream(
+                "POST", self.endpoint, content=gzip.compress(body, 1), headers=headers
+            ) as answer:
+                status = answer.status_code
+                accepted = next(answer.iter_bytes(), b"") if status == 200 else b""
+                retry_after = answer.headers.get("retry-after", "")
+        except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+            return None, f"{type(error).__name__}: {error}"[:200], 0.0
+        if status == 200:
+            if len(accepted) > len(_ALL_ACCEPTED):
+                log.warning("spans_rejected", endpoint=self.endpoint, answer=repr(accepted[:200]))
+            return status, "", 0.0
+        wait_s = float(retry_after) if retry_after.isdecimal() else 0.0
+        return status, f"status {status}", wait_s
+
+    def _report_reachable(self, problem: str) -> None:
+        """Log whether the receiver takes spans, when that changes."""
+        if self._was_reachable == (not problem):
+            return
+        self._was_reachable = not problem
+        if problem:
+            remedy = "check tracing.endpoint, its headers, and that an OTLP receiver over HTTP listens there"
+            log.warning(
+                "tracing_unreachable", endpoint=self.endpoint, reason=problem, remedy=remedy
+            )
+        else:
+            log.info("tracing_ready", endpoint=self.endpoint)
+
+
+def _find_endpoint(config: TracingConfig, environment: Mapping[str, str]) -> str:
+    """Return the URL to which spans are posted.
+
+    Raises:
+        ValueError: No endpoint is set, or it is not one of HTTP. The message says what to change.
+    """
+    protocol = _read(environment, "PROTOCOL")
+    if protocol and not protocol.startswith("http/protobuf"):
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; only http/protobuf is supported, often on port 4318"
+        )
+    exact = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
+    base = config.endpoint or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    if config.endpoint is None and exact:
+        endpoint = exact
+    elif base:
+        endpoint = base if base.endswith(TRACES_PATH) else base.rstrip("/") + TRACES_PATH
+    else:
+        raise ValueError(
+            "tracing needs tracing.endpoint or OTEL_EXPORTER_OTLP_ENDPOINT, such as http://collector:4318"
+        )
+    parts = urlsplit(endpoint)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username:
+        raise ValueError(
+            f"the endpoint of tracing has to be http:// or https:// without a password, and is {parts.scheme}://"
+        )
+    return endpoint
+
+
+def _read(environment: Mapping[str, str], name: str) -> str:
+    general = environment.get(f"OTEL_EXPORTER_OTLP_{name}", "")
+    return environment.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}", general).strip()
+
+
+def _parse_pairs(text: str) -> dict[str, str]:
+    """Parse `name=value,name=value`, in which values are percent-encoded."""
+    pairs = (pair.partition("=") for pair in text.split(",") if "=" in pair)
+    return {name.strip(): unquote(value.strip()) for name, _, value in pairs}

@@ -1,0 +1,118 @@
+"""Receivers of traces: a sink that decodes what it gets, and rotel, a collector that forwards to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import importlib.util
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+
+@dataclass
+class TraceSink:
+    """Spans that a receiver got."""
+
+    url: str = ""
+    spans: list[Any] = field(default_factory=list)
+    """Decoded spans, without those of a gateway's start."""
+    bodies: list[bytes] = field(default_factory=list)
+    resources: list[dict[str, str]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+    """Statuses of the next answers. Then 200."""
+    starts: int = 0
+
+    def receive(self, headers: Mapping[str, str], body: bytes) -> int:
+        """Decode a request, and return the status of the answer."""
+        self.headers.append({name.lower(): value for name, value in headers.items()})
+        if self.answers:
+            return self.answers.pop(0)
+        if self.headers[-1].get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.bodies.append(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            pairs = resource.resource.attributes
+            self.resources.append({pair.key: pair.value.string_value for pair in pairs})
+            for scope in resource.scope_spans:
+                self.starts += sum(span.name == "argosy.start" for span in scope.spans)
+                self.spans += [span for span in scope.spans if span.name != "argosy.start"]
+        return HTTPStatus.OK
+
+    def traces(self) -> dict[str, list[Any]]:
+        """Return the spans by trace id, in the order of their start."""
+        found: dict[str, list[Any]] = {}
+        for span in sorted(self.spans, key=lambda span: span.start_time_unix_nano):
+            found.setdefault(span.trace_id.hex(), []).append(span)
+        return found
+
+
+@contextlib.contextmanager
+def trace_sink() -> Iterator[TraceSink]:
+    """Run a sink in a thread."""
+    sink = TraceSink()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(sink.receive(dict(self.headers), body))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        sink.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield sink
+        server.shutdown()
+        thread.join()
+
+
+@contextlib.asynccontextmanager
+async def rotel(sink: TraceSink, folder: Path) -> AsyncIterator[str]:
+    """Run the collector rotel, which forwards to a sink, and yield its URL."""
+    found = importlib.util.find_spec("rotel")
+    assert found is not None
+    assert found.origin is not None
+    program = Path(found.origin).with_name("rotel-agent")
+    ports = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            free = stack.enter_context(socket.socket())
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    process = await asyncio.create_subprocess_exec(
+        *(str(program), "start", "--exporter", "otlp"),
+        *("--otlp-http-endpoint", f"127.0.0.1:{ports[0]}"),
+        *("--otlp-grpc-endpoint", f"127.0.0.1:{ports[1]}"),
+        *("--otlp-exporter-endpoint", sink.url, "--otlp-exporter-protocol", "http"),
+        *("--batch-timeout", "10ms", "--pid-file", str(folder / "rotel.pid")),
+        *("--log-file", str(folder / "rotel.log")),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", ports[0])
+                writer.close()
+                break
+            assert process.returncode is None, "rotel has ended"
+            await asyncio.sleep(0.02)
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
