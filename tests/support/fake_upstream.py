@@ -295,6 +295,9 @@ class FakeUpstream:
             self.adapter_loads += 1
             self.adapters[request.body["lora_name"]] = request.body["lora_path"]
             request.send_page(200, "Success")
+        elif request.path.endswith("/unload_lora_adapter") and self.adapters is not None:
+            self.adapters.pop(request.body["lora_name"], None)
+            request.send_page(200, "Success")
         elif request.path not in GENERATION_PATHS:
             request.send_json(404, {"error": {"message": "no such path"}})
         elif unknown := self.unknown_fields & _field_names(request.body):

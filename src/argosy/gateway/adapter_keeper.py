@@ -19,6 +19,7 @@ from argosy.gateway.proxy.adapter_loading import (
     AdapterUnavailableError,
     InvalidAdapterError,
     load_adapter,
+    unload_adapter,
 )
 from argosy.gateway.upstream import UpstreamError, fetch_response
 from argosy.protocol import JSON_MEDIA_TYPE
@@ -39,12 +40,18 @@ class AdapterFailure(NamedTuple):
 
 
 class AdapterKeeper:
-    """Loads the adapters that are pinned, frequent or have a minimum of replicas at the replicas that lack them."""
+    """Loads the adapters that are pinned, frequent or have a minimum of replicas at the replicas that lack them.
+
+    Servers of other engines are also sent an unload call for what no name stands for any more. Native replicas evict
+    it when they need the memory.
+    """
 
     def __init__(self, models: ModelRouter) -> None:
         self._models = models
         self._loaded_at: dict[tuple[ReplicaEndpoint, str], float] = {}
         """When a replica was last sent a load for an adapter."""
+        self._refused_at: dict[tuple[ReplicaEndpoint, str], float] = {}
+        """When a replica last failed to unload one."""
         self._failures: dict[str, AdapterFailure] = {}
         """Last failure by digest, until the adapter is loaded or not wanted any more."""
 
@@ -59,11 +66,18 @@ class AdapterKeeper:
             await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def check(self) -> None:
-        """Load what is missing, one adapter after another, so that requests find room to load theirs."""
+        """Unload what is not wanted, and load what is missing, one adapter after another.
+
+        So requests find room to load theirs.
+        """
         now = time.monotonic()
-        self._loaded_at = {
-            key: at for key, at in self._loaded_at.items() if now - at < RETRY_INTERVAL_S
-        }
+        self._loaded_at, self._refused_at = (
+            {key: at for key, at in times.items() if now - at < RETRY_INTERVAL_S}
+            for times in (self._loaded_at, self._refused_at)
+        )
+        for replica, digest in self._models.find_unwanted_adapters():
+            if (replica, digest) not in self._refused_at:
+                await self._unload(replica, digest, now)
         missing = self._models.find_missing_adapters(now)
         wanted = {digest for _, digest in missing}
         self._failures = {key: each for key, each in self._failures.items() if key in wanted}
@@ -79,6 +93,17 @@ class AdapterKeeper:
                     log.warning(
                         "adapter_not_kept", replica=replica.name, adapter=digest, reason=reason
                     )
+
+    async def _unload(self, replica: ReplicaEndpoint, digest: str, now: float) -> None:
+        try:
+            await unload_adapter(replica, digest)
+        except AdapterUnavailableError as error:
+            self._refused_at[replica, digest] = now
+            log.warning(
+                "adapter_not_unloaded", replica=replica.name, adapter=digest, reason=str(error)
+            )
+        else:
+            log.info("adapter_unloaded", replica=replica.name, adapter=digest)
 
 
 async def _load(replica: ReplicaEndpoint, digest: str) -> None:

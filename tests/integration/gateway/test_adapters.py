@@ -62,7 +62,10 @@ class AdapterGateway:
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-async def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[AdapterGateway]:
+async def gateway(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[AdapterGateway]:
+    monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
     settings = {"kind": request.param, "adapter_root": ADAPTER_ROOT}
     async with run_admin_gateway(
         tmp_path, script=name_adapter, replica_settings=settings, replica_names=["a"]
@@ -131,10 +134,7 @@ async def test_a_restarted_server_is_sent_the_load_call_again(gateway: AdapterGa
     assert base.json()["choices"][0]["text"] == "rough"
 
 
-async def test_a_pinned_adapter_is_loaded_before_its_first_request(
-    gateway: AdapterGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
+async def test_a_pinned_adapter_is_loaded_before_its_first_request(gateway: AdapterGateway) -> None:
     _, _, operator = await gateway.add_tenant()
     body = {"name": "support", "base_model": "big", "digest": FIRST, "pinned": True}
     added = await gateway.client.post("/admin/adapters", json=body, headers=operator)
@@ -147,6 +147,8 @@ async def test_a_pinned_adapter_is_loaded_before_its_first_request(
 
 
 async def test_versions_change_and_end_as_their_operator_decides(gateway: AdapterGateway) -> None:
+    """Servers are let unload what no name stands for any more."""
+    upstream = gateway.admin.upstreams[0]
     organisation, user, operator = await gateway.add_tenant()
     await gateway.load(operator, FIRST)
     refused = [
@@ -156,7 +158,9 @@ async def test_versions_change_and_end_as_their_operator_decides(gateway: Adapte
         await gateway.load(operator, FIRST, {"lora_name": "big"}),
     ]
     assert [answer.status_code for answer in refused] == [400, 400, 404, 409]
+    assert (await gateway.ask(user)).json()["choices"][0]["text"] == FIRST
     assert (await gateway.load(operator, SECOND, {"load_inplace": True})).status_code == 200
+    await until(lambda: upstream.adapters == {})
     assert (await gateway.ask(user)).json()["choices"][0]["text"] == SECOND
     body = {"name": "support", "base_model": "big", "digest": THIRD, "candidate_percent": 100}
     added = await gateway.client.post("/admin/adapters", json=body, headers=operator)
@@ -175,6 +179,7 @@ async def test_versions_change_and_end_as_their_operator_decides(gateway: Adapte
     ]
     assert [answer.status_code for answer in ended] == [200, 404]
     assert (await gateway.ask(user)).status_code == 404
+    await until(lambda: upstream.adapters == {})
     actions = [
         entry.action
         for entry in gateway.admin.store.audit_log.list_entries(subject=adapter)
@@ -194,7 +199,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
     monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
     for name in ("MIN_BATCH_S", "MAX_BATCH_S"):
         monkeypatch.setattr(f"argosy.policy.rollout.comparison.{name}", 0.05)
-    monkeypatch.setattr("argosy.policy.rollout.share_steps.SHARE_STEPS", (50, 100))
+    monkeypatch.setattr("argosy.policy.rollout.share_steps.SHARE_STEPS", (50,))
     settings = GateSettings(max_miss_rate=0.3, max_false_rollbacks=0.2)
     monkeypatch.setattr(f"{rollouts}.SETTINGS", settings)
 
@@ -228,7 +233,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
                         gateway.client.post(
                             "/v1/completions", json=BODY | {"user": unique_name()}, headers=user
                         )
-                        for _ in range(20)
+                        for _ in range(10)
                     )
                 )
             raise AssertionError(adapter)
@@ -247,7 +252,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
         entries = running.store.audit_log.list_entries(subject=kept["id"])
         decided = [each for each in entries if each.actor == "adapter rollout"]
         assert [each.action.removeprefix("adapter.") for each in decided] == [
-            *("roll_back", "promote", "raise_share", "raise_share"),
+            *("roll_back", "promote", "raise_share"),
         ]
         assert "errors is worse" in str(decided[0].details)
 

@@ -191,6 +191,8 @@ class BackendAdapter:
     """`max_tokens` that the server assumes for a completion without one; None if it assumes no limit."""
     adapter_load_path: bytes = b""
     """Path of the call that loads an adapter by name and path; empty if the server has none."""
+    adapter_unload_path: bytes = b""
+    """Path of the call that unloads an adapter by name."""
     adapter_field: str = "model"
     """Field of a request that names the adapter."""
     client_error_markers: tuple[str, ...] = ()

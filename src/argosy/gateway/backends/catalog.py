@@ -74,6 +74,7 @@ _ADAPTERS = (
         unsupported_fields=ARGOSY_FIELDS - {"session_id", "cache_salt"},
         default_completion_tokens=16,
         adapter_load_path=b"/v1/load_lora_adapter",
+        adapter_unload_path=b"/v1/unload_lora_adapter",
     ),
     BackendAdapter(
         "sglang",
@@ -90,6 +91,7 @@ _ADAPTERS = (
         unsupported_fields=ARGOSY_FIELDS - {"cache_salt"},
         default_completion_tokens=16,
         adapter_load_path=b"/load_lora_adapter",
+        adapter_unload_path=b"/unload_lora_adapter",
         adapter_field="lora_path",
     ),
     BackendAdapter(

@@ -52,6 +52,8 @@ MAX_LOGGED_MODELS = 10
 """Maximum number of unknown models that one log event names."""
 MAX_LISTED_MODELS = 20
 """Maximum number of models that an error lists."""
+MAX_LOADED_ADAPTERS = 200
+"""Maximum number of adapters that a server of another engine keeps loaded."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
@@ -234,6 +236,25 @@ class ModelRouter:
                         and not (replica.has_adapter(digest) or replica.health.is_down)
                     ]
         return missing
+
+    def find_unwanted_adapters(self) -> list[tuple[ReplicaEndpoint, str]]:
+        """Return the servers of other engines that have loaded an adapter which they need not keep, with its digest.
+
+        No name stands for its version any more. Or more than `MAX_LOADED_ADAPTERS` are loaded, of which those go that
+        were used longest ago.
+        """
+        known = {digest for each in self._adapters for digest in (each.digest, each.candidate)}
+        unwanted: list[tuple[ReplicaEndpoint, str]] = []
+        for pool in self.all_pools:
+            for replica in pool.replicas.values():
+                loaded = replica.loaded_adapters
+                surplus = loaded[: max(0, len(loaded) - MAX_LOADED_ADAPTERS)]
+                unwanted += [
+                    (replica, digest)
+                    for digest in loaded
+                    if digest not in known or digest in surplus
+                ]
+        return unwanted
 
     @property
     def adapters(self) -> Iterable[Adapter]:

@@ -111,7 +111,8 @@ class ReplicaEndpoint(PlacementReplica):
     report: LoadResponse | None = None
     """Latest load report of a native replica."""
     adapter_loads: dict[str, asyncio.Task[str]] = field(default_factory=dict, init=False)
-    """Load calls for adapters at a server of another engine, by digest. They return why they failed."""
+    """Load calls for adapters at a server of another engine, by digest, those used last at the end. They return why
+    they failed."""
     gateway_header: tuple[bytes, bytes] = field(default_factory=_new_gateway_header, init=False)
     """Header by which a native replica distinguishes the requests of this gateway's pool from all others."""
 
@@ -146,6 +147,15 @@ class ReplicaEndpoint(PlacementReplica):
         if self.is_native:
             return PlacementReplica.has_adapter(self, digest)
         return digest in self.adapter_loads
+
+    @property
+    def loaded_adapters(self) -> list[str]:
+        """Digests of the adapters that a server of another engine was let load, those used last at the end."""
+        return [
+            digest
+            for digest, load in self.adapter_loads.items()
+            if load.done() and not (load.cancelled() or load.exception() or load.result())
+        ]
 
     def adapter_path(self, digest: str) -> str:
         """Return the folder of an adapter on the server's machine."""

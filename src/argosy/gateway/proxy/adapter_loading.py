@@ -1,4 +1,4 @@
-"""Adapters at replicas: the load calls of other engines, and the check that a response is that of the adapter.
+"""Adapters at replicas: the calls of other engines, and the check that a response is that of the adapter.
 
 A native replica loads an adapter when a request names its digest. vLLM and SGLang are sent a load call before the first
 such request, and again after a restart. A replica that lacks the adapter only counts as unsuitable for the request: the
@@ -83,6 +83,8 @@ async def load_adapter(replica: ReplicaEndpoint, digest: str) -> AdapterLoad | N
     if load is None:
         load = replica.adapter_loads[digest] = asyncio.create_task(_send_load(replica, digest))
         load.add_done_callback(partial(_on_load_ended, replica, digest))
+    else:
+        replica.adapter_loads[digest] = replica.adapter_loads.pop(digest)
     reason = await asyncio.shield(load)
     if reason:
         raise AdapterUnavailableError(reason)
@@ -117,24 +119,40 @@ def check_adapter(
         raise AdapterUnavailableError(parse_error_message(body))
 
 
+async def unload_adapter(replica: ReplicaEndpoint, digest: str) -> None:
+    """Let a server of another engine unload an adapter. Responses that have begun end with it.
+
+    Raises:
+        AdapterUnavailableError: It does not unload the adapter. The next check repeats the call.
+    """
+    load = replica.adapter_loads.pop(digest)
+    path = replica.adapter.adapter_unload_path
+    status, reason = await _call(replica, path, {"lora_name": digest})
+    if status not in {200, 404}:
+        replica.adapter_loads.setdefault(digest, load)
+        raise AdapterUnavailableError(reason)
+
+
 async def _send_load(replica: ReplicaEndpoint, digest: str) -> str:
     """Send the load call, and return why it failed; empty if the adapter is loaded."""
     call = {"lora_name": digest, "lora_path": replica.adapter_path(digest)}
-    request = replica.upstream.build_request(
-        b"POST",
-        replica.adapter.adapter_load_path,
-        msgspec.json.encode(call),
-        ((b"content-type", JSON_MEDIA_TYPE.encode()),),
-    )
-    try:
-        async with asyncio.timeout(LOAD_TIMEOUT_S):
-            status, body = await fetch_response(replica.upstream, request)
-    except (UpstreamError, TimeoutError) as error:
-        return f"the load call failed: {str(error) or 'it took too long'}"
-    if status == 200 or (status == 400 and b"already" in body):
+    status, reason = await _call(replica, replica.adapter.adapter_load_path, call)
+    if status == 200 or (status == 400 and "already" in reason):
         log.info("adapter_loaded", replica=replica.name, adapter=digest)
         return ""
-    return f"status {status} of the load call: {parse_error_message(body)}"
+    return reason
+
+
+async def _call(replica: ReplicaEndpoint, path: bytes, call: dict[str, str]) -> tuple[int, str]:
+    """Send a call about an adapter. Returns the status, which is 0 without a response, and the server's message."""
+    body, headers = msgspec.json.encode(call), ((b"content-type", JSON_MEDIA_TYPE.encode()),)
+    request = replica.upstream.build_request(b"POST", path, body, headers)
+    try:
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
+            status, answer = await fetch_response(replica.upstream, request)
+    except (UpstreamError, TimeoutError) as error:
+        return 0, f"{path.decode()} failed: {str(error) or 'it took too long'}"
+    return status, f"status {status} of {path.decode()}: {parse_error_message(answer)}"
 
 
 def _on_load_ended(replica: ReplicaEndpoint, digest: str, load: AdapterLoad) -> None:
