@@ -52,7 +52,7 @@ def create_cpu_attention(
 
 
 class NativeAttention(Attention):
-    """Paged attention by csrc/attention.cpp, which also defines the layout inside a block.
+    """Paged attention by csrc/attention_kernel.h, which also defines the layout inside a block.
 
     Not thread-safe, because all calls share one argument structure.
     """

@@ -7,6 +7,8 @@
 // [ceil(outputs / 16)][words of its ranks][16 outputs]. A word holds one float32, or two neighbours in bfloat16. All
 // are padded with zeros.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -46,6 +48,7 @@ using namespace argosy;
 
 constexpr int TILE_ROWS = 4;                        // rows that share a load of the weights
 constexpr int64_t ITEM_PANELS = 16;                 // panels of outputs in a work item
+constexpr int64_t CHUNKS_PER_THREAD = 8;
 constexpr int64_t MIN_THREAD_WEIGHTS = 1 << 16;     // weights that a thread multiplies while another one wakes up
 
 int64_t ceil_div(int64_t total, int64_t divisor) { return (total + divisor - 1) / divisor; }
@@ -147,7 +150,9 @@ template <class Kernel, class Count, class Work> void share(const Kernel &kernel
     const auto tiles_of = [&](int64_t segment) { return ceil_div(a.starts[segment + 1] - a.starts[segment], TILE_ROWS); };
     for (int64_t segment = 0; segment < a.segments; segment++)
         if (const auto *w = kernel.weights_of(segment)) total += tiles_of(segment) * count_items(*w);
-#pragma omp for schedule(static)
+    // Small chunks, so that no thread waits for one whose core does other work too.
+    const int64_t chunk = std::max<int64_t>(1, total / (CHUNKS_PER_THREAD * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, chunk)
     for (int64_t index = 0; index < total; index++) {
         int64_t segment = 0, rest = index;
         for (;; segment++) {
