@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+import structlog
 from tests.engine.adapter_files import write_adapter
 
 from argosy.engine.engine_config import EngineConfig
@@ -127,6 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     for name, value in COMPUTE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     model = make_checkpoint(options.shape, options.folder)
     for rank in options.ranks:
         folders = [

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from argosy.folders import cache_folder
 
-BUILD_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 300.0
 DISK_FULL_MESSAGE = os.strerror(errno.ENOSPC)
 LOAD_FAILURE_REMEDY = (
     "delete it to rebuild, or have XDG_CACHE_HOME name a folder that is not mounted noexec"

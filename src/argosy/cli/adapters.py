@@ -86,7 +86,7 @@ def list_adapters(
         found,
         (
             *("Adapter", "Base model", "Owner", "Version", "Candidate", "Rollout", "Keep"),
-            *(("Wanted", "Loaded") if url is not None else ()),
+            *(("Wanted", "Loaded", "Bytes") if url is not None else ()),
             "Id",
         ),
         lambda adapter: (
@@ -98,7 +98,16 @@ def list_adapters(
             adapter["rollout_status"],
             "all" if adapter["pinned"] else adapter["min_replicas"] or "",
             *(
-                (adapter["wanted_replicas"], adapter["resident_replicas"])
+                (
+                    adapter["wanted_replicas"],
+                    " ".join(
+                        [
+                            str(adapter["resident_replicas"]),
+                            *(each["replica"] for each in adapter["replicas"] if each["is_loaded"]),
+                        ]
+                    ),
+                    adapter["size_bytes"] or "",
+                )
                 if url is not None
                 else ()
             ),

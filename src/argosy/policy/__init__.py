@@ -11,7 +11,7 @@ attempt updates the `ReplicaHealth`, which combines a `Breaker`, `Backpressure` 
 decides by `policy.reconciliation`.
 """
 
-from argosy.policy.adapter_placement import count_homes
+from argosy.policy.adapter_placement import count_homes, select_homes
 from argosy.policy.backpressure import Backpressure
 from argosy.policy.billing import Bill, RequestEnd, RequestStatus, compute_bill
 from argosy.policy.breaker import (

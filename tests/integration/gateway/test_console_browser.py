@@ -245,6 +245,18 @@ async def test_rollout_is_watched_and_steered_and_its_pool_scaled(
     page = await open_console(browser, admin_gateway)
     await page.goto(f"{admin_gateway.client.base_url}/#/models")
     await page.get_by_text("The fleet 'demo' was never applied.").wait_for()
+    for digit in "12":
+        await page.get_by_role("button", name="Load an adapter").click()
+        for label, value in (("Name", HOSTILE), ("Base model", "big")):
+            await page.get_by_role("dialog").get_by_label(label).fill(value)
+        digest = f"sha256:{digit * 64}"
+        await page.get_by_role("dialog").get_by_label("Digest").fill(digest)
+        await page.get_by_role("dialog").get_by_role("button", name="Load").click()
+        await page.get_by_role("dialog").wait_for(state="detached")
+    page.once("dialog", lambda question: question.accept())
+    await page.get_by_role("button", name="Promote").click()
+    promoted = re.compile("big all sha256:2{12} .*Pin Unload")
+    await page.get_by_role("row", name=promoted).wait_for()
     stored = StoredRollout(admin_gateway.store.fleets)
     stored.measure()
     stored.decide_once()

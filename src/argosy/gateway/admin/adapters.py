@@ -149,14 +149,16 @@ def _view_all(scope: AdminScope, adapters: Sequence[Adapter]) -> list[AdapterVie
     documents = scope.adapters.read_evidence(compared) if compared else {}
     now, views = time.time(), []
     for adapter in adapters:
-        wanted, resident = scope.replicas.models.count_adapter_replicas(adapter)
+        replicas = scope.replicas.models.list_adapter_replicas(adapter)
         verdict = read_verdict(adapter, documents.get(adapter.id), now)
         views.append(
             to_view(
                 adapter,
                 AdapterView,
-                wanted_replicas=wanted,
-                resident_replicas=resident,
+                wanted_replicas=sum(each.is_wanted for each in replicas),
+                resident_replicas=sum(each.is_loaded for each in replicas),
+                size_bytes=max((each.size_bytes for each in replicas), default=0),
+                replicas=() if scope.organisation_id else tuple(replicas),
                 rollout_status=describe_rollout(adapter, verdict),
                 evidence=() if verdict is None else verdict.metrics,
             )

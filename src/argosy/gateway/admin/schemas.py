@@ -8,6 +8,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from argosy.gateway.model_registry import AdapterReplica
 from argosy.gateway.principal import PrincipalFields
 from argosy.policy.prompts import PromptContent
 from argosy.policy.rollout import MetricVerdict
@@ -89,6 +90,10 @@ class AdapterView(Adapter, frozen=True, kw_only=True, tag_field="object", tag="a
     """Number of replicas that keep it loaded; 0 if the next request loads it."""
     resident_replicas: int
     """Number of replicas that have it loaded, as this gateway knows."""
+    size_bytes: int
+    """Its memory at a replica; 0 if none has reported it."""
+    replicas: tuple[AdapterReplica, ...]
+    """Replicas that may load it. Empty for callers whose role does not hold in the whole gateway."""
     rollout_status: str
     """State of the rollout of the candidate, or why the last one was rolled back. Empty if there was none."""
     evidence: tuple[MetricVerdict, ...]

@@ -9,6 +9,7 @@ models and versions stay open until their running requests have ended. `ReplicaA
 about replicas.
 """
 
+from argosy.gateway.model_registry.adapter_index import AdapterReplica
 from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
 from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
 from argosy.gateway.model_registry.registry import ModelRegistry

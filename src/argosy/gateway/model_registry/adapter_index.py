@@ -24,6 +24,21 @@ class DeclaredAdapter(NamedTuple):
     config: AdapterConfig
 
 
+class AdapterReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """Replica that may load an adapter."""
+
+    replica: str
+    """Name."""
+    is_wanted: bool
+    """Whether it shall keep the version that answers loaded."""
+    is_loaded: bool
+    """Whether it has that version loaded."""
+    has_candidate: bool
+    """Whether it has the candidate loaded."""
+    size_bytes: int
+    """Memory of the version that answers; 0 if it is not known, as on other engines."""
+
+
 class AdapterIndex:
     """Finds the adapter that a model name means in the organisation and project of a caller. Immutable.
 

@@ -23,6 +23,7 @@ from argosy.deployment import (
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
 from argosy.gateway.model_registry.adapter_index import (
     AdapterIndex,
+    AdapterReplica,
     DeclaredAdapter,
     resolve_owners,
     select_version,
@@ -34,7 +35,7 @@ from argosy.gateway.pool import Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import MODEL_VERSION_HEADER, AssignedVersion
 from argosy.gateway.request_fields import RequestFields
-from argosy.policy import count_homes
+from argosy.policy import count_homes, select_homes
 from argosy.policy.traffic import TrafficRoute, TrafficSubject, sticky_key
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
 from argosy.store import AccountSnapshot, Adapter, Limit, Price, ReplicaSetting
@@ -268,15 +269,27 @@ class ModelRouter:
             return 0
         return sum(replica.has_adapter(digest) for replica in [*pool.replicas.values()])
 
-    def count_adapter_replicas(self, adapter: Adapter) -> tuple[int, int]:
-        """Return on how many replicas an adapter is to be kept, and how many have it now. Thread-safe."""
+    def list_adapter_replicas(self, adapter: Adapter) -> list[AdapterReplica]:
+        """Return the replicas that may load an adapter, and which of them keep and have it. Thread-safe."""
         pool = self._pools_by_name.get(adapter.base_model)
         if pool is None:
-            return 0, 0
-        rate = pool.adapter_rates.per_minute(adapter.digest, time.monotonic())
-        wanted = count_homes(rate, adapter.min_homes) if rate or adapter.min_homes else 0
-        resident = self.count_loaded(adapter.base_model, adapter.digest)
-        return min(wanted, len(pool.replicas)), resident
+            return []
+        replicas = [each for each in [*pool.replicas.values()] if each.may_load_adapters]
+        rate, wanted = pool.adapter_rates.per_minute(adapter.digest, time.monotonic()), 0
+        if rate or adapter.min_homes:
+            wanted = count_homes(rate, adapter.min_homes)
+        loads = {each.name: each.load.slots_in_use / each.load.weight for each in replicas}
+        homes = select_homes(adapter.digest, loads, wanted) if wanted else ()
+        return [
+            AdapterReplica(
+                replica=each.name,
+                is_wanted=each.name in homes or wanted >= len(replicas),
+                is_loaded=each.has_adapter(adapter.digest),
+                has_candidate=adapter.candidate is not None and each.has_adapter(adapter.candidate),
+                size_bytes=each.adapter_size(adapter.digest),
+            )
+            for each in replicas
+        ]
 
     def apply_decision(self, setting: ReplicaSetting, stored_at: float) -> None:
         """Apply an operator's decision at once. Snapshots that may have been read before it do not undo it.

@@ -4,6 +4,7 @@ import { query, useResource } from "../core/api.js";
 import { visible } from "../core/format.js";
 import { replicaChanges } from "../core/live.js";
 import { route } from "../core/router.js";
+import { Adapters } from "../ui/adapter-table.js";
 import { Fleet } from "../ui/fleet-pools.js";
 import { Card, Resource } from "../ui/parts.js";
 import { Table, timeColumn } from "../ui/table.js";
@@ -23,6 +24,7 @@ export default function Models() {
   return html`
     ${replica ? html`<${Replica} key=${replica} name=${replica} replicas=${replicas} reload=${reload} />`
       : html`<${Fleet} fleet=${fleet} known=${pools} replicas=${replicas} model=${model} reload=${reload} />`}
+    ${replica ? null : html`<${Adapters} model=${model} />`}
     <${Card} title="What changed" note="status changes that this gateway saw, decisions, and what the fleet's controllers did"><${Resource} of=${events}>
       ${({ data }) => html`<${Table} label="Changes" columns=${CHANGES} rows=${joinChanges(data, (actions.data?.data ?? []).filter(({ pool }) => !model || names.has(pool)))} rowKey=${(row) => row.key} height=${280} csv="changes.csv" />`}<//>
       ${actions.error && actions.error.status !== 404 ? html`<${Resource} of=${actions}>${() => null}<//>` : null}<//>`;
