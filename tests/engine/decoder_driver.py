@@ -149,7 +149,7 @@ class DecoderDriver:
             self.adapters.admit(admission)
         packed = self._batch.pack_step(plan, np.arange(plan.total_tokens))
         batch, _ = self._batch.gather_batch(packed.buffer, packed.shape)
-        batch = self.adapters.attach(batch, plan)
+        batch = self.adapters.attach(batch, plan, packed.logit_index)
         return batch if self._states is None else self._states.attach(batch)
 
 

@@ -91,6 +91,17 @@ def test_tokens_do_not_depend_on_batch_and_broken_adapter_ends_alone(
     assert "bias" in (outputs["broken"].error or "")
 
 
+def test_chunks_of_an_adapters_prompt_run_beside_other_rows(
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+) -> None:
+    """In some steps no row with an adapter has logits."""
+    core = make_core(max_step_tokens=16)
+    outputs = run_requests(core, [make_request(name, sources[name]) for name in ("none", "a")])
+    for name, output in outputs.items():
+        assert_equal(output, expected[name])
+    core.close()
+
+
 def test_prefix_hits_follow_content_and_keep_tokens(
     core: EngineCore,
     sources: dict[str, AdapterSource | None],

@@ -33,6 +33,7 @@ from argosy.engine.execution.kernels.gpu import (
     latent_attention,
     linear,
     logit_edits,
+    lora,
     sampling,
 )
 from argosy.engine.execution.kernels.gpu import experts as expert_kernels
@@ -105,6 +106,8 @@ REPRESENTATIVES = {
     "sample: collect log-probabilities",
     "delta rule: convolve",
     "delta rule: recurrence",
+    "adapter: A",
+    "adapter: B",
 }
 """Labels of one or two variants of each kernel."""
 
@@ -328,6 +331,14 @@ def report_linear_kernels() -> None:
     report("quantize", linear._quantize_float8, constants, {}, num_warps=8)
 
 
+def report_adapters() -> None:
+    """Report the kernels of adapters."""
+    types = dict.fromkeys(("records", "row_tiles", "rows"), "*i64") | {"hidden": BFLOAT16}
+    constants = {"TOKENS_TILE": 64, "COLS": 4096, "COLS_TILE": 64}
+    report("adapter: A", lora._project, constants, types, num_warps=4)
+    report("adapter: B", lora._expand, {"TOKENS_TILE": 64}, types, num_warps=4)
+
+
 def report_row_kernels() -> None:
     """Report the kernels of norms, gated activations and sampling."""
     for size, width, rows, warps in ((4096, 4096, 1, 8), (128, 128, 8, 4)):
@@ -401,6 +412,7 @@ def report_delta_rule_kernels() -> None:
 
 if __name__ == "__main__":
     report_row_kernels()
+    report_adapters()
     report_delta_rule_kernels()
     report_linear_kernels()
     report_attention_kernels()

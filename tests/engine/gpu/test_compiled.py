@@ -20,7 +20,7 @@ STACK_BYTES = 640
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("shapes", "count"),
-    [("representative", 31), pytest.param("all", 127, marks=pytest.mark.exhaustive)],
+    [("representative", 33), pytest.param("all", 129, marks=pytest.mark.exhaustive)],
 )
 def test_kernels_fit_hopper(pytestconfig: pytest.Config, shapes: str, count: int) -> None:
     """Matrix products use asynchronous instructions and copies.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
@@ -18,10 +19,12 @@ from argosy.engine.execution.kernels.cpu.native_kernels import active_kernels_na
 from argosy.engine.execution.kernels.gpu.device import read_memory_profile, write_memory_profile
 from argosy.engine.execution.loading import executor_loader
 from argosy.engine.scheduling import KvCacheGroups
+from argosy.engine.serving.adapter_files import read_adapter_source
 from argosy.engine.serving.core_messages import StepOutputs
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ReasoningBlock, SamplingParams
+from tests.engine.adapter_files import write_adapter
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.gguf_reference import write_gguf
@@ -205,6 +208,23 @@ PARAMS: list[dict[str, Any]] = [
     {"logit_bias": {5: 1.0}, "banned_token_ids": (7,), "logprobs": 2},
 ]
 """Parameters of two sequences at a time."""
+
+
+@pytest.mark.exhaustive
+def test_adapters_share_a_batch_with_rows_that_keep_their_bits(
+    model: Path, gpu: HostDevice, tmp_path: Path
+) -> None:
+    """Steps without an adapter are replayed as graphs, and others are not."""
+    source = read_adapter_source(write_adapter(tmp_path / "adapter", model, ["o_proj"], rank=8))
+    base, tuned = requests()[:2]
+    base = msgspec.structs.replace(base, params=SamplingParams(temperature=0.0, max_tokens=6))
+    tuned = msgspec.structs.replace(tuned, adapter=source)
+    core = create_gpu_core(model, enable_lora=True, max_step_tokens=8)
+    alone = [run_requests(core, [request]) for request in (base, tuned)]
+    assert_outputs_equal(run_requests(core, [base, tuned]), alone[0] | alone[1])
+    assert sum(graph.replays for graph in gpu.graphs) > 3
+    (untuned,) = run_requests(core, [msgspec.structs.replace(tuned, adapter=None)]).values()
+    assert untuned.tokens != alone[1][tuned.id].tokens
 
 
 @pytest.mark.parametrize("captures", [True, False])

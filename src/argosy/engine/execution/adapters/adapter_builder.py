@@ -149,7 +149,9 @@ class _Builder:
             embedding=embedding,
             embedding_update=update,
             head=head,
-            head_linear=None if matrix is None else self._device.create_linear(matrix, None),
+            head_linear=None
+            if matrix is None
+            else self._device.create_linear(matrix.to(self._device.torch_device), None),
         )
 
     def _check_agreement(self, modules: dict[str, ModuleTensors]) -> None:
@@ -266,7 +268,7 @@ class _Builder:
         scale = self._config.scale_of(module.path)
         gain = None
         if module.magnitude is not None:
-            weight = self._decoder.embed.weight.float().T
+            weight = self._decoder.embed.weight.cpu().float().T
             gain = _compute_gain(EMBEDDING, module.magnitude, weight, a, b, scale)
         rounded_b = self._round(b.float() * scale, EMBEDDING)
         rounded_a = self._round(a.T.contiguous(), EMBEDDING)
@@ -301,7 +303,7 @@ class _Builder:
             if (
                 not is_saved
                 and name == EMBEDDING
-                and torch.equal(table, self._decoder.embed.weight)
+                and torch.equal(table, self._decoder.embed.weight.cpu())
             ):
                 table = None  # PEFT stores the base's embedding beside its update
         if rows is None:

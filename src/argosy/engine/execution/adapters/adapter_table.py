@@ -15,6 +15,7 @@ from argosy.engine.execution.adapters.peft_reader import check_tokenizer, read_a
 from argosy.engine.execution.decoders.decoder import Decoder
 from argosy.engine.execution.kernels.batch import Batch, BatchAdapters, RowAdapters
 from argosy.engine.execution.kernels.device import Device, DeviceAdapter
+from argosy.engine.execution.kernels.torch.lora import TorchRowAdapters
 from argosy.engine.execution.layers.model import Model
 from argosy.engine.scheduling import AdmittedSequence, StepPlan
 
@@ -76,18 +77,25 @@ class AdapterTable:
             raise ValueError(f"no adapter is loaded in slot {admission.adapter_slot}")
         self._slots[admission.row] = admission.adapter_slot
 
-    def attach(self, batch: Batch, plan: StepPlan) -> Batch:
-        """Return the batch with the adapters of its sequences, or the batch itself if none has one."""
-        if not self._adapters:
-            return batch
-        slots = self._slots[plan.rows]
-        if not slots.any() or self.model is None:
+    def has_adapters(self, plan: StepPlan) -> bool:
+        """Whether a sequence of a step has an adapter."""
+        return bool(self._adapters) and bool(self._slots[plan.rows].any())
+
+    def attach(self, batch: Batch, plan: StepPlan, logit_index: NDArray[np.int64]) -> Batch:
+        """Return the batch with the adapters of its sequences, or the batch itself if none has one.
+
+        Args:
+            batch: The batch.
+            plan: Its step.
+            logit_index: Its `logit_index` in host memory.
+        """
+        if self.model is None or not self.has_adapters(plan):
             return batch
         dtype = self.model.dtype
-        token_slots = slots.repeat(plan.counts)
+        token_slots = self._slots[plan.rows].repeat(plan.counts)
         adapters = BatchAdapters(
             self._create_rows(token_slots, dtype),
-            self._create_rows(token_slots[batch.logit_index.numpy()], dtype),
+            self._create_rows(token_slots[logit_index], dtype),
         )
         return replace(batch, adapters=adapters)
 
@@ -95,6 +103,8 @@ class AdapterTable:
         """Create the adapters of rows with these slots, of a model with this dtype."""
         rows = slots.argsort(kind="stable")
         rows = rows[np.count_nonzero(slots == 0) :]
+        if not len(rows):
+            return TorchRowAdapters((), torch.from_numpy(rows), torch.zeros(1, dtype=torch.int64))
         used, starts = np.unique(slots[rows], return_index=True)
         return self._device.create_row_adapters(
             [self._adapters[slot] for slot in used.tolist()],

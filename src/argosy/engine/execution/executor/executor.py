@@ -175,7 +175,8 @@ class Executor:
         if not plan.rows:
             return CompletedStep(StepResult([], corrupt_blocks=find_corrupt_blocks(restores)))
         extra_logit_index, token_types = self._stage.begin(plan)
-        captured = None if extra_logit_index is not None else self._graphs.find_captured(plan)
+        is_eager = extra_logit_index is not None or self._adapters.has_adapters(plan)
+        captured = None if is_eager else self._graphs.find_captured(plan)
         if captured is None:
             packed = self._persistent_batch.pack_step(plan, extra_logit_index)
             buffer = self._device.to_device(packed.buffer)
@@ -183,7 +184,8 @@ class Executor:
                 buffer, packed.shape, token_types
             )
             launched_at, ready = time.perf_counter(), self._device.record_event()
-            outputs = self._compute(self._adapters.attach(batch, plan), plan)
+            batch = self._adapters.attach(batch, plan, packed.logit_index)
+            outputs = self._compute(batch, plan)
             if self.on_computed is not None:
                 self.on_computed(plan)
         else:

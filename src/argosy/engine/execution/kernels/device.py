@@ -226,25 +226,20 @@ class Device(ABC):
     ) -> DeltaRule:
         """Create the gated delta rule of a layer."""
 
+    @abstractmethod
     def create_adapter(
         self, weights: AdapterWeights, num_linears: int, dtype: torch.dtype
     ) -> DeviceAdapter:
-        """Pack an adapter of a model in `dtype` with `num_linears` linear layers that adapters can change.
+        """Pack an adapter of a model in `dtype` with `num_linears` linear layers that adapters can change."""
 
-        Raises:
-            ValueError: The device does not compute adapters.
-        """
-        del weights, num_linears, dtype
-        raise ValueError(f"{self.name} does not compute adapters yet; use device cpu for them")
-
+    @abstractmethod
     def create_row_adapters(
         self, adapters: Sequence[DeviceAdapter], rows: Tensor, starts: Tensor, dtype: torch.dtype
     ) -> RowAdapters:
         """Create the adapters of `rows` [M] int64, of which `starts[i] .. starts[i + 1]` have `adapters[i]`.
 
-        `starts` [len(adapters) + 1] are int64. Both tensors are in host memory.
+        There is at least one row. `starts` [len(adapters) + 1] are int64. Both tensors are in host memory.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 import structlog
@@ -25,8 +25,8 @@ from argosy.engine.execution.checkpoint_formats.grouped_weight import (
     quantize_to_groups,
 )
 from argosy.engine.execution.kernels.attention import Attention
-from argosy.engine.execution.kernels.batch import KvCacheShape
-from argosy.engine.execution.kernels.device import Device, DeviceEvent
+from argosy.engine.execution.kernels.batch import KvCacheShape, RowAdapters
+from argosy.engine.execution.kernels.device import Device, DeviceAdapter, DeviceEvent
 from argosy.engine.execution.kernels.gpu.attention import TritonAttention
 from argosy.engine.execution.kernels.gpu.delta_rule import TritonDeltaRule
 from argosy.engine.execution.kernels.gpu.elementwise import TritonElementwiseOps
@@ -38,9 +38,15 @@ from argosy.engine.execution.kernels.gpu.experts import (
 from argosy.engine.execution.kernels.gpu.latent_attention import TritonLatentAttention
 from argosy.engine.execution.kernels.gpu.linear import create_gpu_group_linear, create_gpu_linear
 from argosy.engine.execution.kernels.gpu.logit_edits import TritonLogitSampler
+from argosy.engine.execution.kernels.gpu.lora import (
+    GpuAdapter,
+    GpuRowAdapters,
+    create_gpu_adapter,
+)
 from argosy.engine.execution.kernels.operations import DeltaRule, DeltaRuleWeights, Experts
 from argosy.engine.execution.kernels.pack_cache import PackedWeightProvider, pack_in_memory
 from argosy.engine.execution.kernels.torch.logit_edits import LogitSampler
+from argosy.engine.execution.kernels.torch.lora import AdapterWeights
 from argosy.folders import cache_folder, replace_file
 
 MEMORY_MARGIN_BYTES = 512 << 20
@@ -166,6 +172,18 @@ class GpuDevice(Device):
         self, architecture: DeltaNetArchitecture, weights: DeltaRuleWeights
     ) -> DeltaRule:
         return TritonDeltaRule(architecture, weights)
+
+    def create_adapter(
+        self, weights: AdapterWeights, num_linears: int, dtype: torch.dtype
+    ) -> DeviceAdapter:
+        del dtype
+        return create_gpu_adapter(weights, num_linears, self.torch_device)
+
+    def create_row_adapters(
+        self, adapters: Sequence[DeviceAdapter], rows: Tensor, starts: Tensor, dtype: torch.dtype
+    ) -> RowAdapters:
+        del dtype
+        return GpuRowAdapters(self, cast("Sequence[GpuAdapter]", adapters), rows, starts)
 
     def create_logit_sampler(self, rows: int, vocab_size: int) -> LogitSampler:
         return TritonLogitSampler(self, rows, vocab_size)

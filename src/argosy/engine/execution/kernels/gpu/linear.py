@@ -353,7 +353,7 @@ def _matmul(
     expert_row = (expert * outs + stored_row).to(tl.int64)
     if BITS == 0:
         left = weight + expert_row[:, None] * COLS
-        acc = _multiply_floats(left, right, acc, COLS, OUTS_TILE, COLS_TILE, SCALED)
+        acc = multiply_floats(left, right, acc, COLS, OUTS_TILE, COLS_TILE, SCALED)
     else:
         padded = (outs + 31) // 32 * 32
         first_row = (expert * padded).to(tl.int64)
@@ -394,7 +394,7 @@ def _matmul(
 
 
 @triton.jit
-def _multiply_floats(
+def multiply_floats(
     left,
     right,
     acc,

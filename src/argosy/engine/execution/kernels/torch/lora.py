@@ -129,8 +129,8 @@ class TorchRowAdapters:
                 out[rows] = F.embedding(ids, own.table)
             if own.ids is not None and own.rows is not None:
                 index = torch.searchsorted(own.ids, ids).clamp_(max=len(own.ids) - 1)
-                found = own.ids[index] == ids
-                out[rows[found]] = own.rows[index[found]]
+                found = (own.ids[index] == ids).unsqueeze(1)
+                out[rows] = torch.where(found, own.rows[index], out[rows])
 
     def update_embeddings(self, token_ids: Tensor, out: Tensor, scale: float) -> None:
         for adapter, rows in self._segments:
