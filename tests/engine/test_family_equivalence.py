@@ -128,6 +128,7 @@ def test_drafts_change_no_output(model: tuple[Path, str]) -> None:
     num_blocks = KvCacheGroups(plain.scheduler.limits.kv_windows, 16).count_blocks(20 * 16)
     _, core = run(model, num_blocks=num_blocks, **options)
     assert (core.speculation is None) == (core.scheduler.limits.state_snapshots is not None)
+    assert ("recurrent states" in core.info.no_drafts_reason) == (core.speculation is None)
     if core.speculation is None:
         return
     predicted = [
@@ -148,3 +149,19 @@ def test_drafts_change_no_output(model: tuple[Path, str]) -> None:
             assert output.logprobs == expected[key].logprobs[skipped:]
             assert output.finish == expected[key].finish
         assert core.speculation.stats.accepted_tokens.total() > accepted
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("all_drafts")
+def test_draft_model_changes_no_output(model: tuple[Path, str]) -> None:
+    """The model drafts for itself, beside prompt lookup, with prefix hits and preemptions."""
+    expected, plain = run(model, max_seqs=1, prefix_cache=False)
+    if plain.scheduler.limits.state_snapshots is not None:
+        return
+    num_blocks = KvCacheGroups(plain.scheduler.limits.kv_windows, 16).count_blocks(20 * 16)
+    options: dict[str, Any] = {"warmup": True, "max_seqs": 5, "draft_model": str(model[0])}
+    outputs, core = run(model, twice=True, num_blocks=num_blocks, **options)
+    assert core.speculation is not None
+    assert core.speculation.stats.accepted_tokens["draft_model"] > 0
+    for key, output in outputs.items():
+        assert (output.tokens, output.logprobs) == (expected[key].tokens, expected[key].logprobs)

@@ -335,7 +335,8 @@ def test_there_are_no_drafts_without_proof_that_they_are_exact(
     with structlog.testing.capture_logs() as logs:
         core = create_core(BUNDLED_MODEL, **({"warmup": True, "dtype": "bfloat16"} | options))
     assert core.speculation is None
+    assert core.info.no_drafts_reason
     reasons = [log["reason"] for log in logs if log["event"] == "speculation_disabled"]
     assert len(reasons) == ("speculation" not in options)
-    assert options or "verify 4" in reasons[0]
+    assert options or "verify 4" in reasons[0] == core.info.no_drafts_reason
     assert_equal_to_reference(run_requests(core, requests()[:2]))

@@ -275,12 +275,13 @@ async def test_a_report_says_what_was_done(scripted: Scripted) -> None:
     messages = [{"role": "user", "content": "Weather?"}]
     response = await scripted.replica.client.post(
         "/v1/chat/completions",
-        json={"model": MODEL, "messages": messages, "stream": True, **body},
+        json={"model": MODEL, "messages": messages, "stream": True, "speculation": False, **body},
         headers={"x-argosy-report": "content"},
     )
     (line,) = [line for line in response.text.split("\n") if line.startswith(": argosy report ")]
     report = msgspec.json.decode(line.removeprefix(": argosy report "))
     assert report["tool_calls"] == 2
+    assert "switches drafts off" in report["no_drafts_reason"]
     assert (
         report["steps"] + report.get("accepted_drafts", 0)
         == len(text_processing().tokenizer.encode(scripted.output, add_special_tokens=False)) + 1

@@ -216,6 +216,8 @@ class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that the engine core needs while it is awake at most, with the weights that it maps. 0 if unknown."""
     core_exits: NonNegativeCount = 0
     """Times that the engine core ended without being asked to, since the start of the replica."""
+    no_drafts_reason: str = ""
+    """Why outputs are not drafted. Empty if they may be."""
     last_core_exit: str = ""
     """Why it ended last; empty if it never did."""
     phase_s_total: dict[str, NonNegativeFloat] = {}
@@ -252,6 +254,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Generated tokens that were drafts. Each step generated one token more."""
     draft_saved_s: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
     """Estimated seconds by which drafts made the tokens arrive earlier, summed over the choices. May be negative."""
+    no_drafts_reason: str = ""
+    """Why its output was not drafted. Empty if it could be."""
     grammar_compile_ms: Milliseconds | None = None
     """Time to compile the grammar; 0 if it was cached. None without a grammar."""
     masked_steps: Count = 0

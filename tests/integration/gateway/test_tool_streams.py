@@ -37,6 +37,7 @@ REPORT = {
     "steps": 4,
     "accepted_drafts": 6,
     "draft_saved_s": 0.25,
+    "no_drafts_reason": "the model has recurrent states",
     "grammar_compile_ms": 1.5,
     "masked_steps": 5,
     "reasoning_tokens": 2,
@@ -187,6 +188,7 @@ async def test_explanation_shows_report_of_replica(tmp_path: Path) -> None:
     text = io.StringIO()
     print_explanation(Console(file=text, width=100), explanation)
     assert "(2 reasoning, 2.50 a step, drafts saved 0.25 s)" in text.getvalue()
+    assert "the model has recurrent states" in text.getvalue()
 
 
 CONTENT = {"prompts": ["<|user|>Hi\n"], "outputs": ["<think>\x1b[31mred"]}

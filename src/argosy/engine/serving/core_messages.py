@@ -162,6 +162,8 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=
     """Memory that the core needs while it is awake at most, with the weights that it maps. 0 if unknown."""
     model: ModelDescription | None = None
     """The model as user interfaces show it."""
+    no_drafts_reason: str = ""
+    """Why no step has drafts. Empty if steps may have them."""
     step_s: float = 0.0
     """Seconds of a step with one token, as the warm-up measured it. 0 without a warm-up."""
 

@@ -90,6 +90,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
     max_model_len: int | None
     arithmetic_id: str
     arithmetic: ArithmeticIdentity | None
+    no_drafts_reason: str
+    """Why outputs are not drafted. Empty if they may be, or if it is not known."""
     exact: bool
     """Whether the replica's results do not depend on other requests. Streams of other replicas are not resumed."""
     proxy: str
@@ -190,6 +192,7 @@ def to_replica_view(pool: Pool, replica: ReplicaEndpoint) -> ReplicaView:
         max_model_len=replica.max_model_len,
         arithmetic_id=replica.arithmetic_id,
         arithmetic=report.arithmetic if report else None,
+        no_drafts_reason=report.no_drafts_reason if report else "",
         exact=replica.is_exact,
         proxy="" if (proxy := replica.upstream.proxy) is None else proxy.name,
         build=report.build if report else "",

@@ -121,8 +121,8 @@ class LoadedExecutor:
     """Identity of everything that decides the bytes of outputs."""
     is_exact: bool
     """Whether the self-test found that results depend only on their own sequence, bit for bit."""
-    can_verify_drafts: bool
-    """Whether steps with drafts are wanted, and give the tokens of steps without. No step is then planned ahead."""
+    no_drafts_reason: str
+    """Why steps have no drafts. Empty if they give the tokens of steps without. No step is then planned ahead."""
     draft_model: DraftModel | None
     """Draft model for these drafts, if the settings name one."""
     sleep_handler: SleepHandler
@@ -572,9 +572,9 @@ def _prove(
     if plan.pooling is not None:
         pooling = describe_pooling(plan.pooling, architecture.hidden_size, limits.max_model_len)
         max_steps_in_flight = 0  # the executor waits for its results
-    can_verify_drafts = _can_verify_drafts(config, plan, self_test)
+    no_drafts_reason = _find_no_drafts_reason(config, plan, self_test)
     draft_model = None
-    if draft is not None and can_verify_drafts:
+    if draft is not None and not no_drafts_reason:
         draft_model = draft.create_draft_model(limits, executor)
         draft_model.warm_up()
 
@@ -584,7 +584,7 @@ def _prove(
         return ModelParts(
             executor=loaded.create_parts(limits, find_grammar),
             create_draft_model=None
-            if draft is None or not can_verify_drafts
+            if draft is None or no_drafts_reason
             else lambda: draft.create_draft_model(limits, executor),
             compute_check=lambda: compute_check(
                 loaded.model,
@@ -613,7 +613,7 @@ def _prove(
         fingerprint=f"{plan.fingerprint} {arithmetic.id}",
         arithmetic=arithmetic,
         is_exact=is_exact,
-        can_verify_drafts=can_verify_drafts,
+        no_drafts_reason=no_drafts_reason,
         draft_model=draft_model,
         sleep_handler=sleep_handler,
         max_steps_in_flight=max_steps_in_flight,
@@ -678,12 +678,14 @@ def _find_obstacle(config: EngineConfig, plan: _LoadPlan) -> str | None:
     return None if config.warmup else "the test at start does not run without a warm-up"
 
 
-def _can_verify_drafts(
+def _find_no_drafts_reason(
     config: EngineConfig, plan: _LoadPlan, self_test: SelfTestResult | None
-) -> bool:
-    """Return whether steps may have drafts. If the settings want them and they cannot, log why."""
-    if not config.draft_methods or plan.pooling is not None:
-        return False
+) -> str:
+    """Return why steps have no drafts; empty if they may. If the settings want them and they cannot, log why."""
+    if not config.draft_methods:
+        return "the replica's settings have speculation: off"
+    if plan.pooling is not None:
+        return "the model generates no text"
     reason = _find_obstacle(config, plan)
     if self_test is not None and reason is None:
         failed_cases = [*self_test.failed_cases, *self_test.failed_draft_cases]
@@ -691,7 +693,7 @@ def _can_verify_drafts(
             reason = f"the test at start failed: {', '.join(failed_cases)}"
     if reason is not None:
         log.info("speculation_disabled", reason=reason)
-    return reason is None
+    return reason or ""
 
 
 def _test_exactness(

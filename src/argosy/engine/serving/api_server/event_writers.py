@@ -319,9 +319,23 @@ class ReportWriter:
         tokenizer: Tokenizer,
         *,
         includes_content: bool,
+        no_drafts_reason: str = "",
     ) -> None:
-        """Create the writer. `includes_content` adds rendered prompts and raw outputs to the report."""
+        """Create the writer.
+
+        Args:
+            spec: The response.
+            writer: Writes its events.
+            tokenizer: Decodes what the report has of prompts and outputs.
+            includes_content: Whether it has rendered prompts and raw outputs.
+            no_drafts_reason: Why no output of the replica is drafted; empty if they may be.
+        """
         self._spec = spec
+        self._no_drafts_reason = no_drafts_reason
+        if not spec.choices[0].request.speculation:
+            self._no_drafts_reason = (
+                "the request, or a flag of its project or key, switches drafts off"
+            )
         self._writer = writer
         self._tokenizer = tokenizer
         self._is_reported = False
@@ -358,6 +372,7 @@ class ReportWriter:
             queue_ms=1000 * max(choice.queue_s for choice in spec.choices),
             steps=generated_tokens - accepted_drafts,
             accepted_drafts=accepted_drafts,
+            no_drafts_reason=self._no_drafts_reason,
             draft_saved_s=sum(choice.draft_saved_s for choice in spec.choices),
             grammar_compile_ms=None if compile_s is None else 1000 * compile_s,
             masked_steps=output_tokens - (spec.reasoning_tokens or 0) if has_grammar else 0,

@@ -261,9 +261,14 @@ class GenerationHandlers:
         writer = endpoint.writer_type(spec)
         report = exchange.get_header(REPORT_HEADER)
         if report:
-            tokenizer = self._replica.require_loaded().text_processing.tokenizer
-            includes_content = report == REPORT_CONTENT.decode()
-            writer = ReportWriter(spec, writer, tokenizer, includes_content=includes_content)
+            loaded = self._replica.require_loaded()
+            writer = ReportWriter(
+                spec,
+                writer,
+                loaded.text_processing.tokenizer,
+                includes_content=report == REPORT_CONTENT.decode(),
+                no_drafts_reason=loaded.ready.no_drafts_reason,
+            )
         return ResumeMetadataWriter(spec, writer) if spec.include_resume_metadata else writer
 
     async def _stream_response(

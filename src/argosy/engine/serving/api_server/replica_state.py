@@ -406,6 +406,7 @@ class ReplicaState:
             adapter_memory_bytes=self.adapter_memory_bytes,
             adapters=[] if self.adapters is None else self.adapters.report(),
             adapter_load_bytes_per_s=stats.adapter_load_bytes_per_s,
+            no_drafts_reason=ready.no_drafts_reason if ready else "",
             core_exits=self.engine.core_exits,
             last_core_exit=self.engine.last_core_exit,
         )

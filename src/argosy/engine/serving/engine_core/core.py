@@ -121,7 +121,7 @@ class EngineCore:
         self._pending_deltas: list[Delta] = []
         """Deltas that arose between steps."""
         self.speculation: Speculation | None = None
-        if loaded.can_verify_drafts:
+        if not loaded.no_drafts_reason:
             speculative = config.speculative_config or SpeculativeConfig()
             self.speculation = Speculation(
                 create_drafters(
@@ -562,6 +562,7 @@ def describe_core(config: EngineConfig, loaded: LoadedExecutor) -> CoreReady:
         awake_bytes=needed_bytes + loaded.mapped_bytes if needed_bytes else 0,
         model=loaded.model,
         step_s=loaded.step_s,
+        no_drafts_reason=loaded.no_drafts_reason,
     )
 
 

@@ -25,7 +25,7 @@ function Facts({ replica, reload }) {
     ["KV cache", `${percent(replica.kv_usage_ratio)}${replica.kv_blocks_total ? ` of ${count(replica.kv_blocks_total)} blocks` : ""}`], ["Report", replica.report_age_s === null ? "none yet" : `${replica.report_age_s.toFixed(1)} s old`],
     ["Engine core", usage ? `${bytes(usage.memory_bytes)} of private memory${usage.host_cpus ? `, ${usage.cpus.toFixed(1)} CPUs` : ""}` : null],
     ["Its machine", usage ? `${bytes(usage.host_free_bytes)} of ${bytes(usage.host_memory_bytes)} of memory free${usage.host_cpus ? `, ${usage.host_free_cpus.toFixed(1)} of ${plural(usage.host_cpus, "CPU")} idle` : ""}` : null],
-    ["Server", `${replica.kind} ${replica.build}`], ["Accelerator", replica.accelerator], ["Zone", replica.zone], ["Context", replica.max_model_len ? `${replica.max_model_len} tokens` : null],
+    ["Server", `${replica.kind} ${replica.build}`], ["Accelerator", replica.accelerator], ["Zone", replica.zone], ["Drafts", replica.no_drafts_reason && `none: ${replica.no_drafts_reason}`], ["Context", replica.max_model_len ? `${replica.max_model_len} tokens` : null],
     ["Revision", replica.model_revision], ["Digest", replica.model_digest], ["Arithmetic", html`<${Name} value=${replica.arithmetic_id} />`],
     ["Start-up", replica.startup ? `${replica.phase}` : null], ["Labels", Object.entries(replica.labels).map(([key, value]) => `${key}=${value}`).join(", ")],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
