@@ -209,8 +209,9 @@ def test_a_rule_without_a_passing_evaluation_is_refused(
         load_config(path)
 
 
-async def test_another_embedding_model_than_the_evaluated_one_is_not_used() -> None:
-    evaluation = msgspec.structs.replace(EVALUATION, embedding_digest="sha256:other")
+@pytest.mark.parametrize("change", ["embedding_digest", "guard_version"])
+async def test_a_rule_whose_evaluation_does_not_hold_finds_equal_requests_only(change: str) -> None:
+    evaluation = msgspec.structs.replace(EVALUATION, **{change: "other"})
     config = msgspec.structs.replace(ON, evaluation=evaluation)
     async with semantic_gateway(config) as (client, _, embedder):
         assert [(await ask(client, each))[0] for each in (QUESTION, PARAPHRASE)] == ["miss", "miss"]

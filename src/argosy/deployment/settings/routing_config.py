@@ -216,6 +216,28 @@ class SemanticCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     evaluation: ByOperator[CacheEvaluation | None] = None
     """Result of `argosy cache evaluate`. Only a dry run does without."""
 
+    def find_problem(self) -> str:
+        """Return why the cache may not answer, and what to change; empty if it may."""
+        evaluation, command = self.evaluation, "argosy cache evaluate"
+        if self.dry_run:
+            return ""
+        if evaluation is None:
+            return f"semantic.evaluation is missing. Add what `{command}` prints, or set dry_run: true."
+        if evaluation.guard != self.guard or evaluation.guard_version != guard_version():
+            return (
+                f"semantic.evaluation is of the guard {evaluation.guard} {evaluation.guard_version}, and not of "
+                f"{self.guard} {guard_version()}. Run `{command}` again."
+            )
+        if evaluation.threshold > self.threshold:
+            return f"semantic.evaluation is of the threshold {evaluation.threshold:g}. Use no lower one than that."
+        if evaluation.wrong_bound > self.max_wrong_answers:
+            return (
+                f"semantic.evaluation: up to {evaluation.wrong_bound:.2%} wrong answers ({evaluation.wrong_answers} of "
+                f"{evaluation.unequal_pairs} pairs, upper 95 % bound) are more than max_wrong_answers "
+                f"{self.max_wrong_answers:.2%}. Use a higher threshold, another guard or more pairs."
+            )
+        return ""
+
 
 class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one cache rule: its conditions, and which answers are kept and replayed if they hold."""
@@ -339,28 +361,8 @@ def _validate_semantic_cache(config: SemanticCacheConfig, model_names: Collectio
         raise ValueError(
             f"semantic.embedding_model: no model has the name {config.embedding_model!r}. Use one of {known}."
         )
-    if config.dry_run:
-        return
-    evaluation, command = config.evaluation, "argosy cache evaluate"
-    if evaluation is None:
-        raise ValueError(
-            f"semantic.evaluation is missing. Add what `{command}` prints, or set dry_run: true."
-        )
-    if evaluation.guard != config.guard or evaluation.guard_version != guard_version():
-        raise ValueError(
-            f"semantic.evaluation is of the guard {evaluation.guard} {evaluation.guard_version}, and not of "
-            f"{config.guard} {guard_version()}. Run `{command}` again."
-        )
-    if evaluation.threshold > config.threshold:
-        raise ValueError(
-            f"semantic.evaluation is of the threshold {evaluation.threshold:g}. Use no lower one than that."
-        )
-    if evaluation.wrong_bound > config.max_wrong_answers:
-        raise ValueError(
-            f"semantic.evaluation: up to {evaluation.wrong_bound:.2%} wrong answers ({evaluation.wrong_answers} of "
-            f"{evaluation.unequal_pairs} pairs, upper 95 % bound) are more than max_wrong_answers "
-            f"{config.max_wrong_answers:.2%}. Use a higher threshold, another guard or more pairs."
-        )
+    if problem := config.find_problem():
+        raise ValueError(problem)
 
 
 def rule_name(config: RequestConditions, setting: str, index: int) -> str:

@@ -75,6 +75,8 @@ class CachingWriter(WrappingWriter):
         self._flight: Flight | None = None
         """The flight in which this request computes the answer; None if it does not, or the flight has ended."""
         self._recorded_bytes = 0
+        self._computed_from = 0.0
+        """Monotonic time at which the computation began."""
         self._full_rates = context.rates
         """Rates of a computed answer."""
         self._is_finished = False
@@ -137,7 +139,8 @@ class CachingWriter(WrappingWriter):
                 is_complete = False  # the key has another model
             choice_count = context.fields.choice_count
             if chunks and is_complete and len(context.delivered.finish_reasons) == choice_count:
-                entry = self._cache.create_entry(context, chunks)
+                duration_s = time.monotonic() - self._computed_from
+                entry = self._cache.create_entry(context, chunks, duration_s)
             if chunks is not None:
                 self._cache.release_bytes(self._recorded_bytes)
             is_kept = self._cache.settle(self._key, flight, self._claim, entry, context.error)
@@ -177,6 +180,7 @@ class CachingWriter(WrappingWriter):
                     self._key, flight, self._claim, self._rule.max_age_s, is_refresh=is_refresh
                 )
                 if is_claimed and not await self._find_similar(flight):
+                    self._computed_from = time.monotonic()
                     self._record_result("miss", None)
                     return False
                 self._flight = None

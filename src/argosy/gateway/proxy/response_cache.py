@@ -199,10 +199,11 @@ class ResponseCache:
         """Count a request by how the cache answered."""
         self.metrics.cache_requests.add((rule, result))
 
-    def create_entry(self, context: RequestContext, chunks: list[bytes]) -> CacheEntry:
-        """Create the entry of a complete answer."""
-        delivered, trace = context.delivered, context.trace
-        duration_s = time.monotonic() - (trace.admitted_at or trace.arrived_at)
+    def create_entry(
+        self, context: RequestContext, chunks: list[bytes], duration_s: float
+    ) -> CacheEntry:
+        """Create the entry of a complete answer, which took `duration_s`."""
+        delivered = context.delivered
         return CacheEntry(
             self._clock(), delivered.usage, dict(delivered.finish_reasons), chunks, duration_s
         )

@@ -11,6 +11,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,6 +56,7 @@ class _EmbeddingList(msgspec.Struct, frozen=True):
     data: list[_Embedding]
 
 
+_find_problem = lru_cache(maxsize=64)(SemanticCacheConfig.find_problem)
 _decode_embeddings = msgspec.json.Decoder(_EmbeddingList).decode
 
 
@@ -97,7 +99,7 @@ class SemanticCache:
         self._clock = clock
         self._index: VectorIndex | None = None
         self._retry_at: dict[str, float] = {}
-        """When a model that has failed is called again."""
+        """When a model that has failed is called again, and when a rule that is disabled is checked again."""
         self._comparisons: set[asyncio.Task[None]] = set()
 
     async def find(
@@ -204,25 +206,24 @@ class SemanticCache:
     def _check_model(self, config: SemanticCacheConfig, rule_name: str) -> str | None:
         """Return the digest of the embedding model; None if it is not the evaluated one, or has failed just now."""
         name = config.embedding_model
-        if self._clock() < self._retry_at.get(name, 0.0):
+        names = name, f"rule {rule_name}"
+        if self._clock() < max(self._retry_at.get(each, 0.0) for each in names):
             return None
         try:
             pool = self._models.find_target(name, ANONYMOUS, {}).pool
         except ApiError:
             return None
         digest = pool.model_digest or UNVERIFIED
+        problem = _find_problem(config)
         evaluation = config.evaluation
-        if not config.dry_run and (evaluation is None or evaluation.embedding_digest != digest):
-            expected = None if evaluation is None else evaluation.embedding_digest
-            log.warning(
-                "semantic_cache_disabled",
-                rule=rule_name,
-                model=name,
-                served=digest,
-                evaluated=expected,
-                remedy="run `argosy cache evaluate` again, or serve the evaluated model",
+        if not config.dry_run and evaluation is not None and evaluation.embedding_digest != digest:
+            problem = (
+                f"{name!r} serves {digest}, and semantic.evaluation is of {evaluation.embedding_digest}. "
+                "Run `argosy cache evaluate` again, or serve the evaluated model."
             )
-            self._pause(name)
+        if problem:
+            log.warning("semantic_cache_disabled", rule=rule_name, reason=problem)
+            self._pause(f"rule {rule_name}")
             return None
         return digest
 
@@ -249,8 +250,8 @@ class SemanticCache:
             return None
         return list(vectors / lengths)
 
-    def _pause(self, model: str) -> None:
-        self._retry_at[model] = self._clock() + RETRY_INTERVAL_S
+    def _pause(self, name: str) -> None:
+        self._retry_at[name] = self._clock() + RETRY_INTERVAL_S
 
     def _count(self, rule_name: str, result: str) -> None:
         self._answers.metrics.semantic_lookups.add((rule_name, result))

@@ -22,7 +22,7 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     chunks: list[bytes]
     """Chunks of the stream as JSON, without id, time and usage."""
     duration_s: float = 0.0
-    """How long the answer took, from its request's admission."""
+    """How long the computation took."""
 
 
 class Flight:

@@ -12,6 +12,7 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -84,6 +85,7 @@ def _contains(longer: list[str], shorter: list[str], *, knows_synonyms: bool) ->
     )
 
 
+@cache
 def guard_version() -> str:
     """Return the digest of the guard's tables and rules. An evaluation holds for one version."""
     names = sorted(name for name in vars(tables) if name.isupper())
