@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections import defaultdict
@@ -21,12 +20,26 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 from models.corpus.patterns import DATA, read_topic
+from numpy.typing import NDArray
 
 from argosy import LLM, SamplingParams
+from argosy.gateway import sample_body
 from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
+from argosy.policy.traffic import ClassifierTarget
+from argosy.policy.traffic.classifier_training import (
+    LabelledAnswer,
+    LabelledPrompt,
+    LabelledSet,
+    compare_routers,
+    measure_target,
+    train_classifier,
+)
 
 MAX_TOKENS = 48
+TARGET = 0.95
+"""Quality relative to the large model, for which savings are measured."""
 PARAMETERS = {"small": 1_312_896, "large": 8_132_864}
 UNSEEN_KINDS = ("plural", "sum", "continent")
 """Kinds that the second classifier does not learn from."""
@@ -267,15 +280,156 @@ def label(count: int) -> Iterator[dict[str, Any]]:
             }
 
 
+def read_prompts(rows: Sequence[dict[str, Any]]) -> list[LabelledPrompt]:
+    """Return labelled rows as the training reads them."""
+    prompts = []
+    for row in rows:
+        sample = sample_body(json.dumps({"messages": row["messages"]}).encode())
+        if sample is None:
+            raise ValueError(f"no text in {row}")
+        small, large = (
+            LabelledAnswer(quality=row[size]["quality"], cost=row[size]["cost"])
+            for size in ("small", "large")
+        )
+        prompts.append(LabelledPrompt(sample, row["group"], small, large))
+    return prompts
+
+
+class Cascade:
+    """The small model's answers, of which the large model replaces those with a low log-probability."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], key: str) -> None:
+        self._labelled = LabelledSet(read_prompts(rows))
+        self._doubts = -np.array([row["small"][key] for row in rows])
+
+    def evaluate(
+        self, threshold: float, chosen: NDArray[np.int64] | None = None
+    ) -> tuple[float, float]:
+        """Return quality and cost relative to the large model alone. The small model always answers first."""
+        labelled, is_large = self._labelled, self._doubts >= threshold
+        quality = np.where(is_large, labelled.large[:, 0], labelled.small[:, 0])
+        cost = labelled.small[:, 1] + np.where(is_large, labelled.large[:, 1], 0.0)
+        large = labelled.large
+        if chosen is not None:
+            quality, cost, large = quality[chosen], cost[chosen], large[chosen]
+        return float(quality.mean() / large[:, 0].mean()), float(cost.mean() / large[:, 1].mean())
+
+    def list_points(self) -> list[tuple[float, float, float]]:
+        """Return threshold, quality and cost, as more and more answers are replaced."""
+        thresholds = np.quantile(self._doubts, np.linspace(1.0, 0.0, 101))
+        return [(float(each), *self.evaluate(float(each))) for each in thresholds]
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Return the bounds of 95 % of the values."""
+    return [round(float(each), 4) for each in np.quantile(values, (0.025, 0.975))]
+
+
+def measure_cascade(
+    training: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]], key: str
+) -> dict[str, Any]:
+    """Return the result of a cascade on the test set, with the threshold of the training set."""
+    threshold = next(
+        threshold
+        for threshold, quality, _ in Cascade(training, key).list_points()
+        if quality >= TARGET
+    )
+    cascade = Cascade(test, key)
+    quality, cost = cascade.evaluate(threshold)
+    generator = np.random.Generator(np.random.PCG64(1))
+    resampled = [
+        cascade.evaluate(threshold, generator.integers(0, len(test), len(test)))
+        for _ in range(1000)
+    ]
+    points = cascade.list_points()
+    return {
+        "router": f"cascade on {key}",
+        "saving_at_95": round(1.0 - next(cost for _, each, cost in points if each >= TARGET), 4),
+        "chosen_quality": round(quality, 4),
+        "chosen_quality_95": interval([each for each, _ in resampled]),
+        "chosen_saving": round(1.0 - cost, 4),
+        "chosen_saving_95": interval([1.0 - each for _, each in resampled]),
+        "curve": [[round(each, 4) for each in point[1:]] for point in points[::10]],
+    }
+
+
+def measure_classifier(
+    training: Sequence[dict[str, Any]], test: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the results on the test set of a classifier that knows the training set, and of its baselines."""
+    classifier = train_classifier(
+        read_prompts(training), small=("small", ""), large=("large", ""), data_digest=""
+    )
+    labelled = LabelledSet(read_prompts(test))
+    chosen = measure_target(classifier, labelled, ClassifierTarget(quality_share=TARGET))
+    for result in compare_routers(classifier, labelled, TARGET):
+        row: dict[str, Any] = {
+            "router": result.router,
+            "auc": round(result.auc, 3),
+            "saving_at_95": round(result.saving, 4),
+        }
+        if result.router == "classifier":
+            row |= {
+                "chosen_quality": chosen.quality_share[1],
+                "chosen_quality_95": chosen.quality_share[::2],
+                "chosen_saving": chosen.saving[1],
+                "chosen_saving_95": chosen.saving[::2],
+            }
+        curve = [
+            [round(each.quality_share, 4), round(each.cost_share, 4)] for each in result.curve[::10]
+        ]
+        yield row | {"curve": curve}
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean quality and cost of both models."""
+    return {
+        f"{size}_{name}": round(sum(row[size][name] for row in rows) / len(rows), 4)
+        for size in ("small", "large")
+        for name in ("quality", "cost")
+    }
+
+
+def measure(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the results: by kind of question, and by router for templates and for kinds that it has not seen."""
+    sets = {name: [row for row in rows if row["set"] == name] for name in ("training", "test")}
+    for name, group in sets.items():
+        yield {"set": name, "questions": len(group), **summarize(group)}
+        for kind in sorted({row["kind"] for row in group}):
+            yield {
+                "set": name,
+                "kind": kind,
+                **summarize([row for row in group if row["kind"] == kind]),
+            }
+    others = [row for row in sets["training"] if row["kind"] not in UNSEEN_KINDS]
+    unseen = [row for row in sets["test"] if row["kind"] in UNSEEN_KINDS]
+    for name, training, test in (
+        ("other templates", sets["training"], sets["test"]),
+        ("other kinds and templates", others, unseen),
+    ):
+        quality = summarize(test)
+        always_small = {
+            "router": "always small",
+            "quality": round(quality["small_quality"] / quality["large_quality"], 4),
+            "cost": round(quality["small_cost"] / quality["large_cost"], 4),
+        }
+        for row in (
+            always_small,
+            {"router": "always large", "quality": 1.0, "cost": 1.0},
+            *measure_classifier(training, test),
+            *(measure_cascade(training, test, key) for key in ("mean_logprob", "min_logprob")),
+        ):
+            yield {"measured_on": name, **row}
+
+
 def main() -> int:
-    """Label the questions."""
+    """Label the questions, or read their labels, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=900, help="questions of each set")
     parser.add_argument(
         "--labelled", type=Path, help="file with the models' results; made if it does not exist"
     )
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     file: Path | None = arguments.labelled
     if file is not None and file.exists():
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -283,15 +437,8 @@ def main() -> int:
         rows = list(label(arguments.questions))
         if file is not None:
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    by_kind: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        by_kind[row["set"], row["kind"]].append(row)
-    for (name, kind), group in by_kind.items():
-        quality = {
-            size: sum(row[size]["quality"] for row in group) / len(group)
-            for size in ("small", "large")
-        }
-        sys.stdout.write(json.dumps({"set": name, "kind": kind, **quality}) + "\n")
+    for row in measure(rows):
+        sys.stdout.write(json.dumps(row) + "\n")
     return 0
 
 

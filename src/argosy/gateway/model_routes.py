@@ -56,14 +56,9 @@ class RequestRule:
     unknown_tenants: tuple[str, ...]
     """Tenants in the settings that do not exist in the store."""
     target_model: str = ""
-    """Primary name of the model that answers, for a route."""
+    """Primary name of the model that answers, for a route with one."""
     matchers: ContentMatchers | None = None
     """Compiled detectors of a content rule."""
-
-    @property
-    def decides_by_prompt(self) -> bool:
-        """Whether more than conditions decides about a route."""
-        return isinstance(self.config, RouteConfig) and self.config.decides_by_prompt
 
     @property
     def restores(self) -> bool:
@@ -150,7 +145,7 @@ def _compile_rule(
     return RequestRule(
         config=config,
         name=rule_name(config, RULE_SETTINGS[type(config)], index),
-        target_model=models[config.target_model] if isinstance(config, RouteConfig) else "",
+        target_model=models.get(getattr(config, "target_model", None) or "", ""),
         matchers=matchers,
         model=None if config.model is None else models[config.model],
         headers=tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -192,6 +192,12 @@ class RequestContext(msgspec.Struct, eq=False):
     serve it."""
     cascade: CascadeConfig | None = None
     """When a larger model answers in place of this one; None if never."""
+    max_cached_age_s: float = 0.0
+    """Age of the oldest cached answer that a route permits. The cache rule may permit older ones."""
+    follow_later_routes: Callable[[RequestContext, Any], Awaitable[None]] | None = None
+    """Lets the model of a later route answer, if the cache has no answer. Gets the request and its relay."""
+    refusal: str = ""
+    """Message with which a route refuses the request, unless the cache has an answer."""
     conversation: bytes = b""
     """Key of the conversation, for a route that is sticky."""
     draft: tuple[UsageRecord, Rates] | None = None

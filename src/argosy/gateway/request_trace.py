@@ -120,7 +120,7 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     cache: list[dict[str, Any]] = []
     """Cache rule of the request and how the cache answered; empty if no rule matched."""
     routing: list[dict[str, Any]] = []
-    """Decisions of the routes that looked at the prompt, as in explanations; empty if none did."""
+    """Decisions of routes about the prompt, load and budgets, as in explanations; empty without such routes."""
     truncation: dict[str, Any] = {}
     """Rule and dropped messages of a conversation that was too long, as in explanations; empty if none was dropped."""
     content: list[dict[str, Any]] = []

@@ -289,6 +289,7 @@ class GatewayServer:
             return []
         exit_stack.push_async_callback(accounting.close)
         limits = LimitFilter(quota_backend)
+        self._models.read_budget_used = limits.read_budget_used
         await limits.start()
         exit_stack.push_async_callback(limits.close)
         self._account_sync = AccountSync(accounting, self._models, self._authenticator, limits)

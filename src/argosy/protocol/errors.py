@@ -231,6 +231,8 @@ _MEANINGS = {
         "upstream_failed": "Every attempt at a replica failed, or a stream broke and no replica could resume it.",
     },
     503: {
+        "refused_by_route": "A route of the gateway refuses the request, because of load or a budget. Its operator has"
+        " written the message.",
         "overloaded": "More request bodies are arriving than the server keeps in memory (1 GiB; bodies up to 64 KiB"
         " always fit), or more prompts than its render processes can take. For a read of the admin API: it waited"
         " for 10 s.",

@@ -180,7 +180,7 @@ class GatewayMetrics(Collector):
         )
         self.route_decisions = self._add_counter(
             "argosy_gateway_route_decisions",
-            "Decisions of routes that look at the prompt: simple, not_simple, or escalated after an answer.",
+            "Decisions of routes about prompts, load and budgets: simple, not_simple, escalated or degraded.",
             *("route", "decision", "dry_run"),
         )
         self.content_matches = self._add_counter(

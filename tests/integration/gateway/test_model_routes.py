@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.deployment import (
+    CacheRule,
     CascadeConfig,
     GatewayConfig,
     ModelConfig,
@@ -69,7 +70,11 @@ class RoutedGateway:
 
 @contextlib.asynccontextmanager
 async def run_routed_gateway(
-    folder: Path, *routes: RouteConfig, more_models: Sequence[ModelConfig] = ()
+    folder: Path,
+    *routes: RouteConfig,
+    more_models: Sequence[ModelConfig] = (),
+    cache_rules: Sequence[CacheRule] = (),
+    budget: int | None = None,
 ) -> AsyncIterator[RoutedGateway]:
     """Run a gateway with different prices for each model, where "web" may send 3 requests to `qwen-next` per day."""
     url = f"sqlite:///{folder}/argosy.db"
@@ -87,6 +92,8 @@ async def run_routed_gateway(
         terms.set_limit(
             *("project", web, "requests", 3), window="day", model="qwen-next", actor="test"
         )
+        if budget is not None:
+            accounts.limit(premium, "nano_dollars", budget, "day")
         async with fake_upstream() as qwen_server, fake_upstream() as next_server:
             next_server.token_ids = [1, 2, 3]
             models = [
@@ -104,6 +111,7 @@ async def run_routed_gateway(
                 port=0,
                 models=[*models, *more_models],
                 routes=list(routes),
+                cache_rules=list(cache_rules),
                 store=StoreConfig(url=url),
             )
             async with serve_gateway(config) as (_, gateway_url):
@@ -501,3 +509,62 @@ def read_text(response: str) -> str:
         for event in events or [response]
         for choice in json.loads(event)["choices"][:1]
     )
+
+
+async def test_budget_and_load_degrade_answers_as_routes_declare(tmp_path: Path) -> None:
+    """A cached answer, then a smaller model, then a refusal: each only under pressure, and named in a header."""
+    rule = partial(RouteConfig, model="latest", headers={"x-saving": "1"})
+    message = "The budget is used up. Ask for more."
+    routes = [
+        rule(name="kept", max_cached_age_s=3600.0, min_budget_used=0.2),
+        rule(name="refusal", refuse=message, min_budget_used=0.5),
+        rule(name="smaller", target_model="qwen", min_budget_used=0.2),
+        RouteConfig(name="away", model="down", min_wait_s=5.0, refuse="Come back later."),
+        RouteConfig(name="idle", model="qwen", min_wait_s=5.0, refuse="Never."),
+        RouteConfig(name="tried", model="qwen", refuse="Never.", dry_run=True),
+    ]
+    down = ModelConfig(
+        name="down", replicas=[ReplicaConfig(url="http://127.0.0.1:1", kind="openai")]
+    )
+    cached = CacheRule(name="all", max_age_s=0.001, sampled=True)
+    async with (
+        run_routed_gateway(
+            tmp_path, *routes, more_models=(down,), cache_rules=[cached], budget=1000
+        ) as routed,
+        routed.client("app") as client,
+    ):
+        choice = {"index": 0, "text": "x", "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 3}
+        head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "rough"}
+        complete = json.dumps({**head, "choices": [choice], "usage": usage}).encode()
+        routed.next.script = routed.qwen.script = respond_with(build_response(complete))
+
+        async def ask(model: str, prompt: str, *, saves: bool = True) -> tuple[object, ...]:
+            body = BODY | {"model": model, "prompt": prompt, "stream": False}
+            headers = {"x-saving": "1"} if saves else {}
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            found = response.json().get("error", {}).get("message", "")
+            names = [response.headers.get(f"x-argosy-{name}") for name in ("degraded", "model")]
+            return (response.status_code, *names, found)
+
+        assert await ask("latest", "one") == (200, None, None, "")  # 30 % of the budget
+        assert await ask("latest", "two") == (200, "smaller", "qwen", "")
+        assert await ask("latest", "one") == (200, "kept", None, "")  # too old for the rule
+        assert (len(routed.next.requests), len(routed.qwen.requests)) == (1, 1)
+        assert await ask("latest", "three", saves=False) == (200, None, None, "")  # 60 %
+        assert await ask("latest", "four") == (503, "refusal", None, message)
+        assert await ask("latest", "one") == (200, "kept", None, "")
+        assert len(routed.next.requests) == 2
+        assert await ask("down", "one") == (503, "away", None, "Come back later.")
+        assert (await ask("qwen", "one"))[:2] == (200, None)
+        records = await routed.accounts.wait_for_rows(8)
+        assert sum(record.nano_dollars for record in records) == 606
+        assert {(each.model, each.route) for each in records if each.nano_dollars == 3} == {
+            ("qwen", "smaller"),
+            ("qwen", ""),
+        }
+        async with routed.client("admin") as admin:
+            metrics = (await admin.get("/metrics")).text
+        counted = partial(value, metrics, "argosy_gateway_route_decisions_total")
+        assert counted(route="kept", decision="degraded") == 4
+        assert counted(route="tried", decision="degraded", dry_run="true") == 1

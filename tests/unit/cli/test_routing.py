@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from random import Random
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from tests.support.fake_upstream import UpstreamRequest, fake_upstream
+from typer.testing import CliRunner, Result
 
 from argosy.cli.app import app
 from argosy.deployment import load_config
@@ -110,3 +112,81 @@ def test_gateway_names_an_unusable_file(tmp_path: Path, content: str | None, pro
         file.write_text(content)
     with pytest.raises(ValueError, match=rf"routes\[0\]\.classifier\.file: .*{problem}"):
         load_config(settings)
+
+
+def respond(request: UpstreamRequest) -> str:
+    """Answer as a small, a large, or a judging model."""
+    prompt = str(request.body["messages"])
+    if request.body["model"] == "judge":
+        return (
+            "8" if "<answer>\\nlong" in prompt else "Grade: 3 of 10" if "ok" in prompt else "none"
+        )
+    return "long" if request.body["model"] == "large" else "odd" if "odd" in prompt else "ok Paris"
+
+
+async def answer(request: UpstreamRequest) -> None:
+    message = {"role": "assistant", "content": respond(request)}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    request.send_json(200, {"choices": [choice], "usage": usage})
+
+
+METRICS = """# TYPE argosy_gateway_route_decisions_total counter
+argosy_gateway_route_decisions_total{route="a",decision="simple",dry_run="true"} 7.0
+argosy_gateway_route_decisions_total{route="a",decision="not_simple",dry_run="true"} 3.0
+argosy_gateway_route_decisions_total{route="b",decision="degraded",dry_run="false"} 1e+03
+"""
+
+
+async def test_prompts_are_labelled_by_what_is_expected_or_by_a_judge(tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "labelled.jsonl"
+    lines = [{"prompt": "Capital?", "expected": "paris", "group": "g"}, {"prompt": "Write"}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    async with fake_upstream(answer) as server:
+        server.get_pages = lambda: {"/metrics": METRICS}  # type: ignore[method-assign]
+        common = [
+            "--small",
+            "small",
+            "--large",
+            "large",
+            "--cost-ratio",
+            "6",
+            "--output",
+            str(output),
+        ]
+
+        async def label(*more: str) -> Result:
+            command = ["routing", "label", str(prompts), *common, "--url", server.url, *more]
+            return await asyncio.to_thread(CliRunner().invoke, app, command)
+
+        assert "no `expected`" in (await label()).output
+        assert (await label("--judge", "judge")).exit_code == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert [(row["group"], row["small"], row["large"]) for row in rows] == [
+            ("g", {"quality": 1.0, "cost": 10.0}, {"quality": 0.0, "cost": 60.0}),
+            ("", {"quality": 0.3, "cost": 10.0}, {"quality": 0.8, "cost": 60.0}),
+        ]
+        prompts.write_text('{"prompt": "odd"}')
+        failed = await label("--judge", "judge")
+        assert failed.exit_code == 1
+        assert "no grade" in failed.output
+        decisions = ["routing", "decisions", "--url", server.url, "--json"]
+        shown = await asyncio.to_thread(CliRunner().invoke, app, decisions)
+        assert json.loads(shown.output) == [
+            {
+                "route": "a",
+                "dry_run": True,
+                "simple": 7,
+                "not_simple": 3,
+                "escalated": 0,
+                "degraded": 0,
+            },
+            {
+                "route": "b",
+                "dry_run": False,
+                "simple": 0,
+                "not_simple": 0,
+                "escalated": 0,
+                "degraded": 1000,
+            },
+        ]

@@ -56,6 +56,11 @@ def test_setting_without_required_store_is_rejected(path: Path, setting: str) ->
             "route 'routes[0]': target_model: no model has the name 'qwne'. Use one of",
         ),
         ("routes: [{model: old, target_model: next}]", "model: no model has the name 'old'"),
+        ("routes: [{target_model: next, refuse: no}]", "give one of target_model"),
+        (
+            "routes: [{refuse: no, cascade: {min_mean_logprob: -1}}]",
+            "Add `target_model`, or remove them",
+        ),
         ("routes: [{target_model: next, sticky_s: 9}]", "Add `classifier` or `cascade`"),
         ("routes: [{target_model: next, cascade: {after_tokens: 9}}]", "min_token_logprob"),
         ("routes: [{target_model: next, languages: [xx]}]", "Invalid"),
@@ -76,7 +81,7 @@ def test_setting_without_required_store_is_rejected(path: Path, setting: str) ->
             "routes: [{name: 'routes[1]', target_model: next}, {target_model: next}]",
             "route 'routes[1]' is defined twice",
         ),
-        ("routes: [{model: qwen}]", "missing required field `target_model` - at `$.routes[0]`"),
+        ("routes: [{model: qwen}]", "give one of target_model, max_cached_age_s and refuse"),
         (
             "routes: [{target_model: next, headers: {x-a: '1', X-A: '2'}}]",
             "'x-a' is defined twice (names are case-ins",

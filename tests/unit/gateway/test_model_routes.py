@@ -258,9 +258,9 @@ def test_dry_run_reports_and_changes_nothing() -> None:
     target = ask(make_router(*routes), "What is 1 + 1?")
     assert (target.pool.model, target.route_name) == ("next", "")
     rows = [decision.to_dict() for _, decision in target.decisions]
-    assert [(row["route"], row["model"], row["simple"], row["dry_run"]) for row in rows] == [
-        ("cheap", "qwen", True, True),
-        ("all", "qwen", True, True),
+    assert [(row["route"], row["model"], row["decision"], row["dry_run"]) for row in rows] == [
+        ("cheap", "qwen", "simple", True),
+        ("all", "qwen", "simple", True),
     ]
     assert target.reason.startswith("route cheap (dry run): score -1.17")
 

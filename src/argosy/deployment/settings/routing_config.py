@@ -165,10 +165,21 @@ class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one route: its conditions, and the model that answers if they hold."""
+    """Settings of one route: its conditions, and what happens if they hold. By default another model answers."""
 
-    target_model: ByOperator[str]
+    target_model: ByOperator[str | None] = None
     """The model that answers. Its own routes are not applied, but its `traffic` and `fallback_models` are."""
+    max_cached_age_s: ByOperator[Annotated[float, Meta(gt=0, le=86_400)] | None] = None
+    """In place of a model: a cached answer up to this age, if a cache rule has kept one. Without one, later routes or
+    the requested model answer. `response_cache.retention_s` bounds the age, too."""
+    refuse: ByOperator[Annotated[str, Meta(min_length=1, max_length=1000)] | None] = None
+    """In place of a model: the request is refused with this message, unless the cache has an answer."""
+    min_wait_s: ByOperator[Annotated[float, Meta(ge=0, le=3600)] | None] = None
+    """Condition: a new request would wait for the requested model for longer than this, or it has no ready replica. The
+    route is skipped if its own model cannot answer in time either."""
+    min_budget_used: ByOperator[Annotated[float, Meta(ge=0, le=1)] | None] = None
+    """Condition: this part of a budget in dollars is used up or reserved, of the sender's key, user, project or
+    organisation."""
     classifier: ByOperator[ClassifierConfig | None] = None
     """Only prompts that a classifier takes for simple are answered by `target_model`. Requests with tools or media need
     the condition `tools: true` or `media: true`, and requests for JSON or another grammar are never simple."""
@@ -180,6 +191,11 @@ class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
     0 decides on each request anew."""
     dry_run: ByOperator[bool] = False
     """Decide and report, but let later routes and the requested model answer."""
+
+    @property
+    def has_pressure(self) -> bool:
+        """Whether load or a budget is a condition."""
+        return self.min_wait_s is not None or self.min_budget_used is not None
 
     @property
     def reads_prompt(self) -> bool:
@@ -287,6 +303,8 @@ def validate_conditions(
         raise ValueError(
             "tenants, tiers and flags belong to accounts, which need a store. Add `store`, or remove them."
         )
+    if isinstance(config, RouteConfig):
+        _validate_effect(config, has_accounts=has_accounts)
     least, most = config.min_prompt_tokens, config.max_prompt_tokens
     if least is not None and most is not None and least > most:
         raise ValueError("no prompt has min_prompt_tokens above max_prompt_tokens. Exchange them.")
@@ -300,6 +318,19 @@ def validate_conditions(
         raise ValueError(
             f"headers: {min(duplicates)!r} is defined twice (names are case-insensitive). Keep one."
         )
+
+
+def _validate_effect(config: RouteConfig, *, has_accounts: bool) -> None:
+    """Check that a route has one effect. Raises ValueError."""
+    effects = (config.target_model, config.max_cached_age_s, config.refuse)
+    if sum(effect is not None for effect in effects) != 1:
+        raise ValueError("give one of target_model, max_cached_age_s and refuse")
+    if config.target_model is None and config.reads_prompt:
+        raise ValueError(
+            "classifier and cascade select a model. Add `target_model`, or remove them."
+        )
+    if config.min_budget_used is not None and not has_accounts:
+        raise ValueError("min_budget_used: budgets need a store. Add `store`, or remove it.")
 
 
 MAX_CLASSIFIER_BYTES = 1 << 20

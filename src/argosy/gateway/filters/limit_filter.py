@@ -193,6 +193,15 @@ class LimitFilter:
             else QuotaBackendGauges(is_connected, degraded_mode.allowed, degraded_mode.rejected)
         )
 
+    def read_budget_used(self, principal: Principal, model: str) -> float:
+        """Return the largest used or reserved part of the budgets that apply to a request; 0 without budgets."""
+        now, used = self._clock(), 0.0
+        for limit in self._get_limit_set(principal, model).meters:
+            if limit.unit == "nano_dollars":
+                total = max(1, limit.meter.limit)
+                used = max(used, 1.0 - max(0, limit.meter.remaining(now)) / total)
+        return used
+
     # --- Generation requests ---------------------------------------------------------------------
 
     async def on_request(self, context: RequestContext) -> bool:

@@ -63,7 +63,7 @@ class TelemetryFilter:
             self._metrics.route_decisions.add(
                 (
                     decision["route"],
-                    "simple" if decision["simple"] else "not_simple",
+                    decision["decision"],
                     "true" if decision["dry_run"] else "false",
                 )
             )

@@ -11,6 +11,6 @@ about replicas.
 
 from argosy.gateway.model_registry.adapter_index import AdapterReplica
 from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
-from argosy.gateway.model_registry.model_router import ModelRouter, RouteTarget
+from argosy.gateway.model_registry.model_router import CACHE_MISS, ModelRouter, RouteTarget
 from argosy.gateway.model_registry.registry import ModelRegistry
 from argosy.gateway.model_registry.replica_admin import ReplicaAdmin, ReplicaChange

@@ -29,7 +29,12 @@ from argosy.gateway.model_registry.adapter_index import (
     select_version,
 )
 from argosy.gateway.model_registry.prompt_index import PromptIndex, resolve_prompt_owners
-from argosy.gateway.model_registry.prompt_router import PromptDecision, PromptRouter
+from argosy.gateway.model_registry.prompt_router import (
+    PromptRouter,
+    RouteDecision,
+    degrade,
+    describe_load,
+)
 from argosy.gateway.model_routes import RULE_SETTINGS, RequestRule, compile_rules, find_subject
 from argosy.gateway.pool import Pool, PoolVersions, ReplicaEndpoint
 from argosy.gateway.principal import Principal
@@ -49,6 +54,8 @@ WEIGHTS = "traffic"
 """Route name of requests whose model was selected by weight."""
 FALLBACK = "fallback_models"
 """Route name of requests that a fallback model answers."""
+CACHE_MISS = "\0cache"
+"""Stands in `failed` for the cache, which has no answer of the age that a route permits."""
 MAX_LOGGED_MODELS = 10
 """Maximum number of unknown models that one log event names."""
 MAX_LISTED_MODELS = 20
@@ -74,8 +81,12 @@ class RouteTarget(NamedTuple):
     """Whether another model may answer if this one cannot."""
     adapter: Adapter | None = None
     """Adapter that answers, with the selected version as its digest. None if the model itself answers."""
-    decisions: tuple[tuple[RequestRule, PromptDecision], ...] = ()
-    """Decisions of the routes that looked at the prompt."""
+    decisions: tuple[tuple[RequestRule, RouteDecision], ...] = ()
+    """Decisions of the routes that depend on more than conditions of the request."""
+    max_cached_age_s: float = 0.0
+    """Age of the oldest cached answer that a route permits."""
+    refusal: str = ""
+    """Message with which a route refuses the request."""
 
 
 class _Decision(NamedTuple):
@@ -104,6 +115,8 @@ class ModelRouter:
         self._decisions = dict[tuple[str, str], _Decision]()
         """Decisions that the last applied snapshot may lack, by model and replica."""
         self._prompts = PromptRouter()
+        self.read_budget_used: Callable[[Principal, str], float] = lambda _principal, _model: 0.0
+        """Returns the used part of the sender's budgets for a model, from 0 to 1. The server sets it."""
         self.replace_models(pools_by_name, rules, adapters)
 
     def replace_models(
@@ -378,13 +391,13 @@ class ModelRouter:
             return requested_target
         subject = find_subject(principal, headers, fields, request_id)
         target = self._follow_routes(requested_target, principal, subject, headers, fields, failed)
-        decisions = target.decisions
+        routed = target
         if target.pool.traffic is not None:
             target = self._divide_traffic(
                 target, target.pool.traffic, subject, principal.tier, failed
             )
-        if decisions:
-            target = _add_decisions(target, decisions)
+        if routed.decisions:
+            target = _add_decisions(target, routed)
         versions = target.pool.versions
         if versions is None or fields is None:
             return target
@@ -401,13 +414,32 @@ class ModelRouter:
         failed: Collection[str],
     ) -> RouteTarget:
         """Return the model that the first route selects whose conditions hold; the requested one if there is none."""
-        now = time.time()
-        decisions: list[tuple[RequestRule, PromptDecision]] = []
+        target, now = requested, time.time()
+        decisions: list[tuple[RequestRule, RouteDecision]] = []
         for route in self.rules[RouteConfig]:
             if not route.matches(requested.pool.model, principal, subject, headers, now, fields):
                 continue
+            config, pressure = route.config, ""
+            assert isinstance(config, RouteConfig)  # noqa: S101 - the kind of the rules
+            if config.has_pressure:
+                pressure = self._find_pressure(config, requested.pool, principal)
+                if not pressure:
+                    continue
+            if config.target_model is None:
+                if config.max_cached_age_s is not None and CACHE_MISS in failed:
+                    continue
+                decision = degrade(route, config, requested.pool, pressure)
+                decisions.append((route, decision))
+                if config.dry_run:
+                    continue
+                target = requested._replace(
+                    route_name=route.name,
+                    refusal=config.refuse or "",
+                    max_cached_age_s=config.max_cached_age_s or 0.0,
+                )
+                break
             pool = self._pools_by_name[route.target_model]
-            if route.decides_by_prompt:
+            if config.decides_by_prompt or pressure:
                 decision = self._prompts.decide(
                     route,
                     requested.pool,
@@ -416,12 +448,27 @@ class ModelRouter:
                     fields,
                     tier=principal.tier,
                     failed=failed,
+                    pressure=pressure,
                 )
                 decisions.append((route, decision))
                 if not decision.is_taken:
                     continue
-            return RouteTarget(pool, route.name, decisions=tuple(decisions))
-        return requested._replace(decisions=tuple(decisions)) if decisions else requested
+            target = RouteTarget(pool, route.name)
+            break
+        if not decisions:
+            return target
+        return target._replace(decisions=tuple(decisions))
+
+    def _find_pressure(self, config: RouteConfig, pool: Pool, principal: Principal) -> str:
+        """Return the load and the budget that a route is for; empty if they do not hold."""
+        found = []
+        if config.min_wait_s is not None:
+            found.append(describe_load(pool, principal.tier, config.min_wait_s))
+        if config.min_budget_used is not None:
+            used = self.read_budget_used(principal, pool.model)
+            is_used = used >= config.min_budget_used
+            found.append(f"{used:.0%} of a budget are used" if is_used else "")
+        return "; ".join(found) if all(found) else ""
 
     def has_model(self, name: str) -> bool:
         """Whether a model or an alias has exactly this name, so that no adapter can."""
@@ -651,18 +698,18 @@ class ModelRouter:
         return msgspec.structs.replace(term, model=pool.model)
 
 
-def _add_decisions(
-    target: RouteTarget, decisions: tuple[tuple[RequestRule, PromptDecision], ...]
-) -> RouteTarget:
-    """Return the target with the decisions and their reasons. The requested model answers if the smaller one cannot."""
+def _add_decisions(target: RouteTarget, routed: RouteTarget) -> RouteTarget:
+    """Return the target with the decisions of routes. The requested model answers if the selected one cannot."""
     reasons = [
         f"route {each.route}{' (dry run)' if each.is_dry_run else ''}: {each.reason}"
-        for _, each in decisions
+        for _, each in routed.decisions
     ]
     return target._replace(
-        decisions=decisions,
+        decisions=routed.decisions,
+        max_cached_age_s=routed.max_cached_age_s,
+        refusal=routed.refusal,
         reason="; ".join(filter(None, (*reasons, target.reason))),
-        has_fallbacks=target.has_fallbacks or any(each.is_taken for _, each in decisions),
+        has_fallbacks=target.has_fallbacks or any(each.is_taken for _, each in routed.decisions),
     )
 
 

@@ -1,4 +1,4 @@
-"""Decisions of routes that look at the prompt: whether the smaller model is good enough for it."""
+"""Decisions of routes that depend on more than conditions of the request: its prompt, load and budgets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from argosy.deployment import ClassifierConfig, RouteConfig
 from argosy.gateway.backends import CONSTRAINT_FIELDS
@@ -19,7 +19,7 @@ MAX_CONVERSATIONS = 100_000
 """Conversations that are remembered as not simple. Beyond it the one that is idle for the longest time is forgotten."""
 
 
-class PromptDecision(NamedTuple):
+class RouteDecision(NamedTuple):
     """Decision of a route about one request."""
 
     route: str
@@ -27,9 +27,9 @@ class PromptDecision(NamedTuple):
     """The model that answers by this decision."""
     reason: str
     is_dry_run: bool
-    is_simple: bool = False
+    outcome: Literal["simple", "not_simple", "degraded"] = "not_simple"
     is_taken: bool = False
-    """Whether the route answers the request: it is simple, and the route is no dry run."""
+    """Whether the route answers the request: it is no dry run, and the outcome is another one than `not_simple`."""
     score: float | None = None
     threshold: float | None = None
     share: float | None = None
@@ -37,12 +37,17 @@ class PromptDecision(NamedTuple):
     conversation: bytes = b""
     """Key of the conversation, if the route is sticky."""
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the request is answered in another way because of load or a budget."""
+        return self.outcome == "degraded" and self.is_taken
+
     def to_dict(self) -> dict[str, Any]:
         """Format the decision for explanations."""
         row: dict[str, Any] = {
             "route": self.route,
             "model": self.model,
-            "simple": self.is_simple,
+            "decision": self.outcome,
             "reason": self.reason,
             "dry_run": self.is_dry_run,
         }
@@ -75,19 +80,21 @@ class PromptRouter:
         *,
         tier: int,
         failed: Collection[str] = (),
-    ) -> PromptDecision:
+        pressure: str = "",
+    ) -> RouteDecision:
         """Decide whether the target of a route, whose conditions hold, answers a request. Changes nothing.
 
         Otherwise `requested` answers, the pool of the requested model. `failed` are models that could not answer.
+        `pressure` says which load or budget the route is for.
         """
         config = rule.config
         assert isinstance(config, RouteConfig)  # noqa: S101 - checked by the caller
         unknown = "the fields of the request are unknown"
-        decision = PromptDecision(rule.name, requested.model, unknown, is_dry_run=config.dry_run)
+        decision = RouteDecision(rule.name, requested.model, unknown, is_dry_run=config.dry_run)
         if fields is None:
             return decision
         sample = fields.sample_prompt()
-        obstacle = _find_unreadiness(target, tier, failed)
+        obstacle = _find_unreadiness(target, tier, failed, config.min_wait_s)
         if config.reads_prompt and not obstacle:
             obstacle = _find_obstacle(config, target, fields, sample)
         if config.classifier is not None and not obstacle:
@@ -95,7 +102,10 @@ class PromptRouter:
         if obstacle:
             return decision._replace(reason=obstacle)
         taken = decision._replace(
-            model=target.model, is_taken=not config.dry_run, is_simple=True, reason="its conditions"
+            model=target.model,
+            is_taken=not config.dry_run,
+            outcome="degraded" if pressure else "simple",
+            reason=pressure or "its conditions",
         )
         if sample is None or not config.reads_prompt:
             return taken
@@ -121,12 +131,12 @@ class PromptRouter:
             reason=reason, score=score, threshold=threshold, share=share
         )
 
-    def record(self, rule: RequestRule, decision: PromptDecision) -> None:
+    def record(self, rule: RequestRule, decision: RouteDecision) -> None:
         """Record that a request was routed by a decision."""
         config = rule.config
         if isinstance(config, RouteConfig) and config.classifier and decision.share is not None:
             self._controller(rule.name, config.classifier).record(decision.share)
-        if not decision.is_simple:
+        if decision.outcome == "not_simple":
             self.keep_conversation(decision.conversation)
 
     def keep_conversation(self, conversation: bytes) -> None:
@@ -167,12 +177,34 @@ class PromptRouter:
         return controller
 
 
-def _find_unreadiness(target: Pool, tier: int, failed: Collection[str]) -> str:
+def degrade(rule: RequestRule, config: RouteConfig, pool: Pool, pressure: str) -> RouteDecision:
+    """Return the decision of a route without a model, for requests to this pool."""
+    return RouteDecision(
+        rule.name,
+        pool.model,
+        pressure or "its conditions",
+        is_dry_run=config.dry_run,
+        outcome="degraded",
+        is_taken=not config.dry_run,
+    )
+
+
+def _find_unreadiness(
+    target: Pool, tier: int, failed: Collection[str], max_wait_s: float | None
+) -> str:
     """Return why a model cannot answer now; empty if it can."""
     if target.model in failed:
         return f"{target.model} could not answer"
-    if target.expected_wait_s(tier, time.monotonic()) is None:
-        return f"{target.model} has no ready replica"
+    return describe_load(target, tier, max_wait_s)
+
+
+def describe_load(pool: Pool, tier: int, max_wait_s: float | None) -> str:
+    """Return why a model is overloaded: it has no ready replica, or a longer wait; empty if it is not."""
+    wait_s = pool.expected_wait_s(tier, time.monotonic())
+    if wait_s is None:
+        return f"{pool.model} has no ready replica"
+    if max_wait_s is not None and wait_s > max_wait_s:
+        return f"{pool.model} has {wait_s:.1f} s of queue, more than {max_wait_s:g} s"
     return ""
 
 

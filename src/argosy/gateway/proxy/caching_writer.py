@@ -177,7 +177,11 @@ class CachingWriter(WrappingWriter):
             if flight is None:
                 flight = self._flight = self._create_flight()
                 is_claimed = await self._cache.start_flight(
-                    self._key, flight, self._claim, self._rule.max_age_s, is_refresh=is_refresh
+                    self._key,
+                    flight,
+                    self._claim,
+                    max(self._rule.max_age_s, context.max_cached_age_s),
+                    is_refresh=is_refresh,
                 )
                 if is_claimed and not await self._find_similar(flight):
                     self._computed_from = time.monotonic()

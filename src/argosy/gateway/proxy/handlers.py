@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from urllib.parse import quote
 
 import msgspec
 import structlog
@@ -26,7 +27,7 @@ from argosy.gateway.backends import StreamContinuation
 from argosy.gateway.content_session import ContentSession
 from argosy.gateway.filters import begin_usage_row
 from argosy.gateway.http_route import find_deployment
-from argosy.gateway.model_registry import ModelRouter, RouteTarget
+from argosy.gateway.model_registry import CACHE_MISS, ModelRouter, RouteTarget
 from argosy.gateway.model_routes import RequestRule
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
@@ -102,6 +103,8 @@ MAX_TENANT_PENDING_BYTES = MAX_PENDING_BYTES // 4
 """Limit of one tenant."""
 STREAM_CHECK_INTERVAL_S = 1.0
 """Interval between checks of the timeouts of streams."""
+DEGRADED_HEADER = b"x-argosy-degraded"
+"""Response header with the name of the last route that applies because of load or a budget."""
 DRAFT_SUFFIX = "-draft"
 """Ends the id of the ledger row of a smaller model's answer that a larger model has replaced."""
 MODEL_HEADER = b"x-argosy-model"
@@ -375,7 +378,7 @@ class CompletionHandlers:
         if NO_SPECULATION_FLAG in principal.flags and api.generates:
             fields.raw["speculation"] = Raw(b"false")
         pool = target.pool
-        if target.route_name:
+        if target.route_name and not (target.refusal or target.max_cached_age_s):
             exchange.extra_headers.append((MODEL_HEADER, pool.model.encode()))
         truncation = None
         if self._models.rules[TruncationRule] or "truncation" in fields.raw:
@@ -415,7 +418,7 @@ class CompletionHandlers:
             truncation=truncation,
         )
         if target.decisions:
-            _apply_decisions(context, target)
+            self._apply_decisions(context, target)
         return context
 
     def _find_truncation(
@@ -523,6 +526,12 @@ class CompletionHandlers:
             if await run_filters(filters, context):
                 await self._admit(context, relay)
                 if not (isinstance(writer, WrappingWriter) and await writer.replay()):
+                    if context.follow_later_routes is not None:
+                        await context.follow_later_routes(context, relay)
+                    if context.refusal:
+                        raise ApiError(
+                            503, "refused_by_route", context.refusal, retry_after_s=RETRY_AFTER_S
+                        )
                     if isinstance(writer, CascadeWriter):
                         await self._answer_by_cascade(context, continuation, relay, writer)
                     else:
@@ -608,6 +617,41 @@ class CompletionHandlers:
         continuation.restart()
         writer.release()
         await self._answer(context, continuation, relay, writer)
+
+    def _apply_decisions(self, context: RequestContext, target: RouteTarget) -> None:
+        """Record the decisions of routes, and how the last one continues."""
+        exchange, fields, headers = context.exchange, context.fields, context.response_headers
+        headers[:] = [header for header in headers if header[0] != DEGRADED_HEADER]
+        context.trace.routing = [decision.to_dict() for _, decision in target.decisions]
+        context.refusal, context.follow_later_routes = target.refusal, None
+        context.max_cached_age_s = target.max_cached_age_s
+        for route, decision in target.decisions[-1:]:
+            if decision.is_taken and isinstance(route.config, RouteConfig):
+                context.cascade, context.conversation = route.config.cascade, decision.conversation
+            if decision.is_degraded:
+                headers.append((DEGRADED_HEADER, quote(decision.route).encode()))
+        if target.max_cached_age_s:
+            later = self._models.find_target(
+                *(fields.model, context.principal, exchange.headers, fields, exchange.request_id),
+                failed=(CACHE_MISS,),
+            )
+            context.follow_later_routes = partial(self._follow_later_routes, later)
+
+    async def _follow_later_routes(
+        self, target: RouteTarget, context: RequestContext, relay: ResponseRelay
+    ) -> None:
+        """Let the model of a later route answer, because the cache has no answer of the age that a route permits.
+
+        Raises:
+            ApiError: The model cannot serve the request, or its limits reject it.
+        """
+        rows = context.trace.routing
+        self._apply_decisions(context, target)
+        context.trace.routing = rows + context.trace.routing
+        context.cascade = None  # its writer is not there
+        if not target.refusal and target.pool is not context.pool:
+            context.unsuitable_replicas = _check_pool(target.pool, context.fields, context.api)
+            await self._fall_back(context, relay, target)
 
     def _can_escalate(self, context: RequestContext) -> bool:
         """Return whether the requested model can answer now in place of the smaller one."""
@@ -786,14 +830,6 @@ def _check_pool(pool: Pool, fields: RequestFields, api: ApiShape) -> set[str]:
     check_task(pool, fields.model, api)
     check_prompt(pool, fields)
     return find_unsupporting_replicas(pool, fields, api.path) if api.generates else set()
-
-
-def _apply_decisions(context: RequestContext, target: RouteTarget) -> None:
-    """Record the decisions of routes that looked at the prompt, and how the last one continues."""
-    context.trace.routing = [decision.to_dict() for _, decision in target.decisions]
-    route, decision = target.decisions[-1]
-    if decision.is_taken and isinstance(route.config, RouteConfig):
-        context.cascade, context.conversation = route.config.cascade, decision.conversation
 
 
 async def _end_stream_with_error(
