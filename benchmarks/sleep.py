@@ -15,12 +15,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 from argosy.models import BUNDLED_MODEL
+from argosy.policy.residency import MIN_IDLE_RELOADS, MIN_RELOAD_S
 from benchmarks.checkpoints import make_checkpoint
 from benchmarks.server_process import RunningServer, run_server
 
@@ -28,6 +28,9 @@ ANSWER_MARGIN_S = 1.0
 """Time beside the waking in which a model that slept has to begin its answer."""
 MEMORY_REPORT_S = 4.0
 """Time after which a gateway knows the memory of a replica that has fallen asleep."""
+PATTERNS = ("uniform", "zipf", "bursts")
+"""Loads. The first is the worst case, since whichever models are awake, most requests are for others."""
+BURST_S = 10.0
 PROMPT_TOKENS = 512
 KV_TOKENS = 8192
 
@@ -92,89 +95,143 @@ def measure_levels(shape: str) -> Iterator[dict[str, Any]]:
 
 async def run_swaps(
     num_models: int, num_awake: int, seconds: float, rate: float, model: str
-) -> dict[str, Any]:
-    """Send a mixed load to more models than the memory holds, and return what clients and the memory saw."""
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield what clients and the memory saw: of models that sleep in free memory, then of loads that exceed it.
+
+    The loads share the time: requests for all models alike, as Zipf's law, and in bursts for one model.
+    """
     names = [f"m{number}" for number in range(num_models)]
     added = [option for name in names[1:] for option in ("--add-model", f"{name}={model}")]
     common = (model, "--served-model-name", names[0], *added, "--log-level", "warning")
     async with run_server(*common, "--sleep-after", "86400") as server:
-        views = (await server.client.get("/admin/replicas")).json()["data"]
+        load = _Load(server, names, rate)
+        yield await load.measure_free_memory()
+        views = (await load.read_views()).values()
         awake_bytes = max(view["awake_bytes"] for view in views)
-        body = {"replica": views[0]["replica"]}
-        (await server.client.post("/admin/replicas/sleep", json=body)).raise_for_status()
-        await asyncio.sleep(MEMORY_REPORT_S)
-        views = (await server.client.get("/admin/replicas")).json()["data"]
         asleep_bytes = min(view["usage"]["memory_bytes"] for view in views)
     memory = num_awake * awake_bytes + (num_models - num_awake) * asleep_bytes
     memory += (awake_bytes - asleep_bytes) // 2  # not enough for another one
     async with run_server(*common, "--model-memory", str(memory)) as server:
-        return await _load_models(server, names, seconds, rate)
+        load = _Load(server, names, rate)
+        for pattern in PATTERNS:
+            yield await load.run(pattern, seconds / len(PATTERNS), num_awake)
 
 
-async def _load_models(
-    server: RunningServer, names: list[str], seconds: float, rate: float
-) -> dict[str, Any]:
-    draw = random.Random(0)
-    weights = [1 / (rank + 1) for rank in range(len(names))]
-    sent, answered, failures = Counter[str](), Counter[str](), list[str]()
-    asleep_s: list[float] = []
-    awake_s: list[float] = []
+def draw_model(pattern: str, draw: random.Random, elapsed_s: float, count: int) -> int:
+    """Return the number of the model that gets a request `elapsed_s` after the start of a load."""
+    if pattern == "bursts":
+        return int(elapsed_s / BURST_S) % count
+    weights = [1.0 if pattern == "uniform" else 1 / (rank + 1) for rank in range(count)]
+    return draw.choices(range(count), weights)[0]
 
-    async def statuses() -> dict[str, dict[str, Any]]:
-        listed = (await server.client.get("/admin/replicas")).json()["data"]
+
+class _Load:
+    """Requests for several models of a server, and what their clients saw."""
+
+    def __init__(self, server: RunningServer, names: list[str], rate: float) -> None:
+        self._server = server
+        self._names = names
+        self._rate = rate
+        self._draw = random.Random(0)
+        self._failures: list[str] = []
+        self._asleep_s: list[float] = []
+        """Times to the first token of models that slept, beyond those that their last waking took."""
+        self._awake_s: list[float] = []
+
+    async def read_views(self) -> dict[str, dict[str, Any]]:
+        """Return the replica of each model."""
+        listed = (await self._server.client.get("/admin/replicas")).json()["data"]
         return {view["model"]: view for view in listed}
 
-    async def ask(name: str) -> None:
-        view = (await statuses())[name]
-        started_at, first_s = time.monotonic(), None
+    async def measure_free_memory(self, rounds: int = 2) -> dict[str, Any]:
+        """Put each model to sleep in turn and send it a request. All have room. The first round measures wakings."""
+        for number in range(rounds * len(self._names)):
+            if number == len(self._names):
+                self._asleep_s.clear()
+            for name, view in (await self.read_views()).items():
+                if name == self._names[number % len(self._names)]:
+                    body = {"replica": view["replica"]}
+                    await self._server.client.post("/admin/replicas/sleep", json=body)
+                    await asyncio.sleep(MEMORY_REPORT_S)
+                    await self._ask(name)
+        wakes_s = [view["wake_s"] for view in (await self.read_views()).values()]
+        for view in (await self.read_views()).values():
+            body = {"replica": view["replica"]}
+            await self._server.client.post("/admin/replicas/sleep", json=body)
+        await asyncio.sleep(MEMORY_REPORT_S)
+        return {
+            "load": "free memory",
+            "wake_p50_s": statistics.median(wakes_s),
+            **self._take_results(),
+        }
+
+    async def run(self, pattern: str, seconds: float, num_awake: int) -> dict[str, Any]:
+        """Send requests for a time, and wait for their answers."""
+        tasks = set[asyncio.Task[None]]()
+        begin, began_at = time.monotonic(), time.time()
+        while (elapsed_s := time.monotonic() - begin) < seconds:
+            number = draw_model(pattern, self._draw, elapsed_s, len(self._names))
+            tasks.add(asyncio.create_task(self._ask(self._names[number])))
+            await asyncio.sleep(self._draw.expovariate(self._rate))
+        await asyncio.gather(*tasks)
+        lasted_s = time.monotonic() - begin
+        listed = await self._server.client.get("/admin/replicas/events?limit=1000")
+        sleeps = sum(
+            event["status"] == "sleeping" and event["at"] >= began_at
+            for event in listed.json()["data"]
+        )
+        wakes_s = [view["wake_s"] for view in (await self.read_views()).values()]
+        turn_s = (1.0 + MIN_IDLE_RELOADS) * max(MIN_RELOAD_S, min(wakes_s))
+        return {
+            "load": pattern,
+            "requests": len(tasks),
+            "sleeps": sleeps,
+            "sleeps_per_minute": 60.0 * sleeps / lasted_s,
+            "most_per_minute": 60.0 * num_awake / turn_s,
+            "wake_p50_s": statistics.median(wakes_s),
+            **self._take_results(),
+        }
+
+    def _take_results(self) -> dict[str, Any]:
+        asleep_s, awake_s, failures = self._asleep_s, self._awake_s, self._failures
+        self._asleep_s, self._awake_s, self._failures = [], [], []
+        return {
+            "answered": len(asleep_s) + len(awake_s),
+            "failures": len(failures),
+            "first_failure": failures[0] if failures else "",
+            "found_asleep": len(asleep_s),
+            "within_margin": sum(each <= ANSWER_MARGIN_S for each in asleep_s),
+            "asleep_beyond_wake_p50_s": statistics.median(asleep_s) if asleep_s else 0.0,
+            "asleep_beyond_wake_max_s": max(asleep_s, default=0.0),
+            "awake_first_token_p50_s": statistics.median(awake_s) if awake_s else 0.0,
+        }
+
+    async def _ask(self, name: str) -> None:
+        view = (await self.read_views())[name]
+        started_at, first_s, is_done = time.monotonic(), None, False
         body = {
             "model": name,
-            "messages": [{"role": "user", "content": f"Tell me about {draw.random()}"}],
-            "max_tokens": draw.choice([8, 32, 64]),
+            "messages": [{"role": "user", "content": f"Tell me about {self._draw.random()}"}],
+            "max_tokens": self._draw.choice([8, 32, 64]),
             "stream": True,
         }
         try:
-            async with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            async with self._server.client.stream(
+                "POST", "/v1/chat/completions", json=body
+            ) as response:
                 async for line in response.aiter_lines():
                     if first_s is None and line.startswith("data:") and '"content":"' in line:
                         first_s = time.monotonic() - started_at
-                    if line == "data: [DONE]":
-                        answered[name] += 1
-            if first_s is None:
-                failures.append(f"{name}: no token, status {response.status_code}")
-                return
+                    is_done |= line == "data: [DONE]"
         except Exception as error:  # noqa: BLE001 - any is a lost request
-            failures.append(f"{name}: {error!r}")
+            self._failures.append(f"{name}: {error!r}")
             return
-        if view["status"] == "sleeping":
-            asleep_s.append(first_s - view["wake_s"])
+        if first_s is None or not is_done:
+            self._failures.append(f"{name}: no whole answer, status {response.status_code}")
+        elif view["status"] == "sleeping":
+            self._asleep_s.append(first_s - view["wake_s"])
         else:
-            awake_s.append(first_s)
-
-    tasks = set[asyncio.Task[None]]()
-    ends_at = time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        (name,) = draw.choices(names, weights)
-        sent[name] += 1
-        task = asyncio.create_task(ask(name))
-        tasks.add(task)
-        await asyncio.sleep(draw.expovariate(rate))
-    await asyncio.gather(*tasks)
-    events = (await server.client.get("/admin/replicas/events?limit=1000")).json()["data"]
-    changes = sum(event["status"] == "sleeping" for event in events)
-    return {
-        "requests": sum(sent.values()),
-        "answered": sum(answered.values()),
-        "failures": len(failures),
-        "first_failure": failures[0] if failures else "",
-        "sleeps": changes,
-        "sleeps_per_minute": 60 * changes / seconds,
-        "found_asleep": len(asleep_s),
-        "asleep_beside_wake_p50_s": statistics.median(asleep_s) if asleep_s else 0.0,
-        "asleep_beside_wake_max_s": max(asleep_s, default=0.0),
-        "within_margin": sum(each <= ANSWER_MARGIN_S for each in asleep_s),
-        "awake_first_token_p50_s": statistics.median(awake_s) if awake_s else 0.0,
-    }
+            self._awake_s.append(first_s)
 
 
 def main() -> None:
@@ -185,7 +242,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=6)
     parser.add_argument("--awake", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
     parser.add_argument("--model", default="argosy-mini")
     options = parser.parse_args()
     if options.what == "levels":
@@ -193,10 +250,14 @@ def main() -> None:
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
         return
-    result = asyncio.run(
-        run_swaps(options.models, options.awake, options.seconds, options.rate, options.model)
-    )
-    sys.stdout.write(json.dumps(result) + "\n")
+    asyncio.run(_print_swaps(options))
+
+
+async def _print_swaps(options: argparse.Namespace) -> None:
+    rows = run_swaps(options.models, options.awake, options.seconds, options.rate, options.model)
+    async for row in rows:
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
