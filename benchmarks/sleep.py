@@ -152,7 +152,6 @@ class _Load:
                 if name == self._names[number % len(self._names)]:
                     body = {"replica": view["replica"]}
                     await self._server.client.post("/admin/replicas/sleep", json=body)
-                    await asyncio.sleep(MEMORY_REPORT_S)
                     await self._ask(name)
         wakes_s = [view["wake_s"] for view in (await self.read_views()).values()]
         for view in (await self.read_views()).values():
