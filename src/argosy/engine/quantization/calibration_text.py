@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from argosy.engine.serving.text import ChatTemplate, Tokenizer
+from argosy.protocol import ApiError
 
 BUILTIN = "builtin"
 BUILTIN_FILE = Path(__file__).with_name("builtin.jsonl")
@@ -123,7 +124,9 @@ def _read_text(
         raise ValueError(
             f'{where}: the document has neither "text" nor "messages"; add one of them'
         )
+    if not all(isinstance(message.get("role"), str) for message in document.messages):
+        raise ValueError(f'{where}: a message has no "role"; add system, user or assistant')
     try:
         return template.render(document.messages, add_generation_prompt=False), True
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    except ApiError as error:
+        raise ValueError(f"{where}: {error.message}") from error
