@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,9 +20,11 @@ from argosy.process import private_memory_bytes, return_free_memory
 from argosy.protocol import SamplingParams
 from tests.engine.core_driver import create_core, run_requests
 from tests.engine.test_equivalence import (
+    INT8_KV,
     assert_equal_to_reference,
     create,
     create_requests,
+    reference_output,
     requests,
 )
 from tests.engine.test_families import FAMILIES, MODELS
@@ -43,6 +46,35 @@ def test_outputs_are_equal_and_hits_survive_a_sleep_of_any_level(steps_in_flight
         assert_equal_to_reference(run_requests(core, requests()))
         assert core.scheduler.kv_cache.host_hit_tokens > hits
     assert core.scheduler.kv_cache.corrupt_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"max_seqs": 1}, id="alone", marks=pytest.mark.exhaustive),
+        pytest.param({"num_blocks": 9, "max_seqs": 8, "max_step_tokens": 17}, id="preempted"),
+    ],
+)
+def test_woken_model_with_an_int8_cache_gives_the_same_bytes(options: dict[str, object]) -> None:
+    """Also for streams that began at an engine that never slept, as after a failover."""
+    batch = requests()[:6]
+    core = create(1, INT8_KV, host_kv_bytes=HOST_BYTES, **options)
+    core.scheduler.output_estimator.fraction = 0.0
+    run_requests(core, batch[:1])
+    core.set_sleep_level(2)
+    core.set_sleep_level(0)
+    assert_equal_to_reference(run_requests(core, batch), INT8_KV)
+    assert (core.scheduler.preemptions > 0) == ("num_blocks" in options)
+    resumed = [
+        msgspec.structs.replace(
+            request, resumed_tokens=reference_output(int(request.id), INT8_KV).tokens[:5]
+        )
+        for request in batch
+    ]
+    for request_id, output in run_requests(core, resumed).items():
+        expected = reference_output(int(request_id), INT8_KV)
+        assert output.tokens == expected.tokens[5:]
+        assert output.logprobs == expected.logprobs[5:]
 
 
 @pytest.mark.parametrize(
