@@ -77,7 +77,7 @@ def list_adapters(
         with open_existing_store(store) as opened_store:
             owner = find_id(find_organisation, opened_store, organisation)
             listed = opened_store.adapters.list_adapters(owner)
-            found = [_to_fields(opened_store, each) for each in listed]
+            found = [describe_adapter(opened_store, each) for each in listed]
             names = account_names(opened_store)
     if json:
         _print_json(found)
@@ -128,7 +128,7 @@ def show(
     """Print an adapter as JSON, with the evidence of the rollout of its candidate."""
     with open_existing_store(store) as opened_store:
         found = _find_adapter(opened_store, adapter, organisation)
-        _print_json(_to_fields(opened_store, found))
+        _print_json(describe_adapter(opened_store, found))
 
 
 @app.command()
@@ -302,7 +302,7 @@ def _find_adapter(store: Store, reference: str, organisation: str | None) -> Ada
     )
 
 
-def _to_fields(store: Store, adapter: Adapter) -> dict[str, Any]:
+def describe_adapter(store: Store, adapter: Adapter) -> dict[str, Any]:
     """Return the fields of an adapter, with the state and the evidence of its rollout."""
     from argosy.gateway import describe_rollout, read_verdict
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from argosy.cli.account_lookup import StoreUrl, open_existing_store
+from argosy.cli.adapters import describe_adapter
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_target import (
     FilesOption,
@@ -47,6 +48,8 @@ FleetGatewayUrl = Annotated[
     ),
 ]
 FOLLOW_INTERVAL_S = 1.0
+MAX_SHOWN_ADAPTERS = 10
+"""Adapters with a rollout that `argosy status` shows."""
 
 
 class StoredFleetReader:
@@ -63,6 +66,11 @@ class StoredFleetReader:
             return self._control.read_fleet()
         except ValueError as error:
             fail(str(error))
+
+    def list_adapters(self) -> list[dict[str, Any]]:
+        """Return the adapters of the registry, with the states of their rollouts."""
+        store = self.target.store
+        return [describe_adapter(store, each) for each in store.adapters.list_adapters()]
 
     def list_events(
         self, *, after: int, limit: int, replica: str | None
@@ -93,6 +101,18 @@ class GatewayFleetReader:
         from argosy.deployment import FleetStatus
 
         return self.convert(self.get("/admin/fleet"), FleetStatus)
+
+    def list_adapters(self) -> list[dict[str, Any]]:
+        answer = call_admin_api(
+            self._url,
+            self._api_key,
+            "GET",
+            "/admin/adapters",
+            connect_remedy=self._connect_remedy,
+            parameters={"limit": 1000},
+            is_optional=True,
+        )
+        return self.convert(answer.get("data", []), list[dict[str, Any]])
 
     def list_events(
         self, *, after: int, limit: int, replica: str | None
@@ -183,10 +203,11 @@ def status(
     """
     with open_fleet_reader(files, fleet, store, url, api_key) as reader:
         shown = reader.read_fleet()
+        adapters = [] if json else reader.list_adapters()
     if json:
         print_json(shown)
     else:
-        _print_fleet(shown)
+        _print_fleet(shown, adapters)
     is_kept = shown.has_leader or not _declares_replicas(shown)
     if exit_code and not (shown.is_as_declared and is_kept):
         raise typer.Exit(EXIT_FAILURE)
@@ -196,7 +217,7 @@ def _declares_replicas(shown: FleetStatus) -> bool:
     return bool(shown.pools) or shown.gateways is not None
 
 
-def _print_fleet(shown: FleetStatus) -> None:
+def _print_fleet(shown: FleetStatus, adapters: Sequence[Mapping[str, Any]]) -> None:
     from argosy.deployment import count_gateways, count_replicas
 
     typer.echo(f"Fleet {shown.fleet}, revision {shown.revision}, {_describe_leader(shown)}")
@@ -209,6 +230,12 @@ def _print_fleet(shown: FleetStatus) -> None:
             typer.echo(f"    autoscaler: {pool.decision.reason}")
         if pool.rollout is not None and (pool.rollout.is_running or pool.rollout.can_retry):
             typer.echo(f"    rollout: {shorten_digests(pool.rollout.summary)}")
+    changing = [each for each in adapters if each["rollout_status"]]
+    for adapter in changing[:MAX_SHOWN_ADAPTERS]:
+        text = f"adapter {adapter['name']} of {adapter['base_model']}: {adapter['rollout_status']}"
+        typer.echo(f"  {strip_control_characters(shorten_digests(text))}")
+    if len(changing) > MAX_SHOWN_ADAPTERS:
+        typer.echo(f"  {len(changing)} adapters have rollouts; see `argosy adapters list`")
     if shown.gateways is not None:
         at = f", the first at {shown.url}" if shown.url else ""
         counts = count_gateways(shown.replicas, shown.gateways.desired)

@@ -113,14 +113,20 @@ def call_admin_api(
     *,
     parameters: Mapping[str, object] | None = None,
     connect_remedy: str = "check --url",
+    is_optional: bool = False,
 ) -> dict[str, Any]:
-    """Call the admin API and return its JSON. Parameters that are None are not sent. Failures end the command."""
+    """Call the admin API and return its JSON. Parameters that are None are not sent. Failures end the command.
+
+    With `is_optional`, the result is empty if there is no such path or no store.
+    """
     given = {name: str(value) for name, value in (parameters or {}).items() if value is not None}
     with (
         open_client(url, api_key) as client,
         fail_without_server(url, connect_remedy, "gateway"),
     ):
         response = client.request(method, path, params=given, json=body)
+    if is_optional and response.status_code == 404:
+        return {}
     if response.status_code != 200:
         remedy = " Give it by --api-key or ARGOSY_API_KEY." if response.status_code == 401 else ""
         fail(error_message(response.content) + remedy)

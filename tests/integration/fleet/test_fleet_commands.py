@@ -209,10 +209,11 @@ def test_version_that_differs_is_shown_and_left_to_whoever_runs_the_controller(
     assert "1 replica replaced" in runner.invoke(app, ["plan"]).stdout
     assert "Nothing changes" in runner.invoke(app, ["apply"]).stderr, "the controller comes first"
     assert f"restart it with version {VERSION}" in " ".join(refuse("up").split())
-    assert (
-        "1 replica runs another version (0.0.1) than the controller (0.0.2)"
-        in runner.invoke(app, ["status"]).stdout
-    )
+    for digit in "12":
+        store.adapters.add_version("sql", "chat", f"sha256:{digit * 64}", actor="test")
+    shown = runner.invoke(app, ["status"]).stdout
+    assert "1 replica runs another version (0.0.1) than the controller (0.0.2)" in shown
+    assert "adapter sql of chat: loading, and measuring the version that answers" in shown
     observed["version"] = VERSION
     store.fleets.save_records(lease, {"observed": msgspec.json.encode(observed)})
     assert runner.invoke(app, ["apply", "--yes"]).exit_code == 0
