@@ -158,8 +158,13 @@ def test_draft_model_changes_no_output(model: tuple[Path, str]) -> None:
     expected, plain = run(model, max_seqs=1, prefix_cache=False)
     if plain.scheduler.limits.state_snapshots is not None:
         return
-    num_blocks = KvCacheGroups(plain.scheduler.limits.kv_windows, 16).count_blocks(20 * 16)
+    windows = plain.scheduler.limits.kv_windows
+    num_blocks = KvCacheGroups(windows, 16).count_blocks(20 * 16)
     options: dict[str, Any] = {"warmup": True, "max_seqs": 5, "draft_model": str(model[0])}
+    if None not in windows:
+        with pytest.raises(ValueError, match="no layer attends to all tokens"):
+            run(model, **options)
+        return
     outputs, core = run(model, twice=True, num_blocks=num_blocks, **options)
     assert core.speculation is not None
     assert core.speculation.stats.accepted_tokens["draft_model"] > 0
