@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, listening
 from tests.support.gateway_client import run_gateway_server
 from tests.support.native_upstream import NativeScript, NativeUpstream
+from typer.testing import CliRunner
 
+from argosy.cli.app import app
 from argosy.deployment import (
     CacheRule,
     ContentRule,
@@ -216,3 +219,42 @@ async def test_a_rule_whose_evaluation_does_not_hold_finds_equal_requests_only(c
     async with semantic_gateway(config) as (client, _, embedder):
         assert [(await ask(client, each))[0] for each in (QUESTION, PARAPHRASE)] == ["miss", "miss"]
         assert embedder.count == 0
+
+
+async def test_commands_evaluate_pairs_and_show_and_purge_the_cache(tmp_path: Path) -> None:
+    pairs, output = tmp_path / "pairs.jsonl", tmp_path / "report.json"
+    rows = [
+        (QUESTION, PARAPHRASE, True),
+        (QUESTION, "Where is the cat?", True),
+        ("Is it safe?", "Is it not safe?", False),
+        ("Is milk safe?", "Is raw milk safe?", False),
+    ]
+    lines = [json.dumps({"a": a, "b": b, "same": same, "kind": "k"}) for a, b, same in rows]
+    pairs.write_text("\n".join(lines))
+    async with semantic_gateway() as (client, _, _):
+
+        async def run(*arguments: str) -> Any:  # noqa: ANN401 - JSON
+            command = ["cache", *arguments, "--url", str(client.base_url), "--json"]
+            result = await asyncio.to_thread(CliRunner().invoke, app, command)
+            assert result.exit_code == 0, result.output
+            start = re.search(
+                r"^[\[{]$", result.stdout, re.MULTILINE
+            )  # after the gateway's log lines
+            assert start is not None
+            return json.JSONDecoder().raw_decode(result.stdout, start.start())[0]
+
+        options = ["--pairs", str(pairs), "--embedding-model", "embedder", "--output", str(output)]
+        evaluations = msgspec.convert(await run("evaluate", *options), list[CacheEvaluation])
+        counts = [(each.guard, each.hits, each.wrong_answers) for each in evaluations[::5]]
+        assert counts == [("no_substitution", 1, 1), ("no_residual", 1, 0)]
+        assert evaluations[0].wrong_bound > 0.9
+        (wrong,) = json.loads(output.read_text())["wrong"]
+        assert wrong["b"] == "Is raw milk safe?"
+        assert [(await ask(client, each))[0] for each in (QUESTION, PARAPHRASE)] == [
+            "miss",
+            "semantic",
+        ]
+        (shown,) = await run("show")
+        assert (shown["hit_rate"], shown["questions"]) == (0.5, {"none": 1, "served": 1})
+        assert (await run("purge", "--model", "big"))["purged"] == 1
+        assert await ask(client, PARAPHRASE) == ("miss", "Answer 2")
