@@ -159,6 +159,10 @@ CASES: dict[str, EndpointCase] = {
     "label_prompt": EndpointCase("operator", id_kind="prompt", body=lambda _: {"label": "staging"}),
     "delete_prompt": EndpointCase("operator", id_kind="prompt"),
     "render_prompt": EndpointCase("viewer", body=lambda ids: {"prompt_id": ids.prompt}),
+    "list_flags": EndpointCase("viewer", "gateway"),
+    # The gateway declares no flags, which is the answer to callers who may switch them.
+    "switch_flag": EndpointCase("operator", "gateway", id_kind="prompt", success_status=404),
+    "reset_flag": EndpointCase("operator", "gateway", id_kind="prompt", success_status=404),
     "report_usage": EndpointCase(
         "viewer", query=lambda ids: {"project": ids.project, "group_by": "organisation"}
     ),

@@ -123,6 +123,11 @@ from argosy.deployment.settings.content_config import (
     ModerationSide,
     compile_content_rule,
 )
+from argosy.deployment.settings.flag_config import (
+    DeclaredFlag,
+    find_unread_flags,
+    parse_flag_condition,
+)
 from argosy.deployment.settings.gateway_config import (
     MAX_MODEL_NAME_LENGTH,
     RELOADABLE_SETTINGS,
@@ -139,6 +144,7 @@ from argosy.deployment.settings.gateway_config import (
     SleepConfig,
     Timeouts,
     TracingConfig,
+    list_request_settings,
     load_config,
 )
 from argosy.deployment.settings.prompt_config import PromptConfig, PromptRule

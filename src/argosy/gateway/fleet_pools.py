@@ -29,6 +29,7 @@ from argosy.deployment import (
     RequestSetting,
     RouteConfig,
     TruncationRule,
+    list_request_settings,
 )
 from argosy.folders import state_folder
 from argosy.gateway.http_route import HttpRoute
@@ -41,7 +42,7 @@ from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, Publish
 from argosy.gateway.upstream import UpstreamError
 from argosy.http_server import ANY_METHOD, HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
-from argosy.policy.traffic import PoolRoute
+from argosy.policy.traffic import FeatureFlag, PoolRoute
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, ErrorBody, parse_body, parse_request_body
 from argosy.store import GatewayRecord
@@ -76,6 +77,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     truncation_rules: Sequence[TruncationRule] = ()
     prompt_rules: Sequence[PromptRule] = ()
     prompts: Sequence[PromptConfig] = ()
+    feature_flags: Mapping[str, FeatureFlag] = {}
     serving_replicas: Mapping[str, int] = {}
     """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
@@ -90,7 +92,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def rules(self) -> list[RequestSetting]:
         """The rules for requests of all kinds, and the prompts that they name."""
-        return [each for name in REQUEST_SETTINGS for each in getattr(self, name)]
+        return list_request_settings(self)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -18,8 +18,10 @@ from argosy.deployment import (
     RequestConditions,
     RouteConfig,
     TruncationRule,
+    parse_flag_condition,
     rule_name,
 )
+from argosy.gateway.feature_flags import FeatureFlags, FlagTest
 from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.request_fields import RequestFields
 from argosy.policy.traffic import TrafficSubject, detect_language
@@ -55,6 +57,8 @@ class RequestRule:
     """Ranks of tiers (indices of `TIERS`)."""
     unknown_tenants: tuple[str, ...]
     """Tenants in the settings that do not exist in the store."""
+    flag: FlagTest | None = None
+    """Condition about a feature flag."""
     target_model: str = ""
     """Primary name of the model that answers, for a route with one."""
     matchers: ContentMatchers | None = None
@@ -91,6 +95,7 @@ class RequestRule:
             )
             and (windows is None or any(window.contains(now) for window in windows))
             and (flag is None or flag.is_on(subject))
+            and (self.flag is None or self.flag.holds(principal, subject))
             and (model is None or self._matches_fields(fields))
         ):
             return False
@@ -119,6 +124,7 @@ def compile_rules(
     configs: Sequence[tuple[RequestConditions, ContentMatchers | None]],
     models: Mapping[str, str],
     snapshot: AccountSnapshot,
+    flags: FeatureFlags | None = None,
 ) -> tuple[RequestRule, ...]:
     """Compile rules, in their order.
 
@@ -126,10 +132,12 @@ def compile_rules(
         configs: The settings of each rule, and what it filters.
         models: The primary name of each model by each of its names.
         snapshot: The accounts that conditions may name.
+        flags: The feature flags that they may read.
     """
+    flags = flags or FeatureFlags()
     ids = find_tenant_ids(snapshot) if any(config.tenants for config, _ in configs) else {}
     return tuple(
-        _compile_rule(config, matchers, index, models, ids)
+        _compile_rule(config, matchers, index, models, ids, flags)
         for index, (config, matchers) in enumerate(configs)
     )
 
@@ -140,6 +148,7 @@ def _compile_rule(
     index: int,
     models: Mapping[str, str],
     tenant_ids: Mapping[str, set[str]],
+    flags: FeatureFlags,
 ) -> RequestRule:
     tenants, tiers = config.tenants, config.tiers
     return RequestRule(
@@ -147,6 +156,7 @@ def _compile_rule(
         name=rule_name(config, RULE_SETTINGS[type(config)], index),
         target_model=models.get(getattr(config, "target_model", None) or "", ""),
         matchers=matchers,
+        flag=None if config.flag is None else flags.test(*parse_flag_condition(config.flag)),
         model=None if config.model is None else models[config.model],
         headers=tuple(
             (name.lower().encode(), None if value == ANY_HEADER_VALUE else value.encode())

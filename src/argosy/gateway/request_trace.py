@@ -115,6 +115,8 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
     """Version of the model that answers; empty without rollouts."""
     adapter: str = ""
     """Digest of the adapter that answers; empty if the model itself does."""
+    flags: list[dict[str, Any]] = []
+    """Variants of the feature flags for the request, as in explanations."""
     prompt: str = ""
     """Name and number of the version of the request's prompt; empty if it has none."""
     cache: list[dict[str, Any]] = []
@@ -180,13 +182,17 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
 
     def _occasional_fields(self) -> dict[str, Any]:
         """Return the fields that only some requests have."""
-        fields: dict[str, Any] = {}
-        if self.version:
-            fields["version"] = self.version
-        if self.adapter:
-            fields["adapter"] = self.adapter
-        if self.prompt:
-            fields["prompt"] = self.prompt
+        plain = {
+            "version": self.version,
+            "adapter": self.adapter,
+            "flags": self.flags,
+            "prompt": self.prompt,
+            "routing": self.routing,
+            "cache": self.cache,
+            "truncation": self.truncation,
+            "content": self.content,
+        }
+        fields: dict[str, Any] = {name: value for name, value in plain.items() if value}
         if self.trace_context is not None:
             fields["trace_id"] = self.trace_context.trace_id
         if self.pauses:
@@ -200,14 +206,6 @@ class RequestTrace(msgspec.Struct, gc=False, array_like=True):
             }
         if self.report is not None:
             fields["replica_report"] = msgspec.to_builtins(self.report)
-        if self.routing:
-            fields["routing"] = self.routing
-        if self.cache:
-            fields["cache"] = self.cache
-        if self.truncation:
-            fields["truncation"] = self.truncation
-        if self.content:
-            fields["content"] = self.content
         if self.idempotency is not None:
             fields["idempotency"] = asdict(self.idempotency)
         if self.limits:

@@ -138,7 +138,7 @@ class GatewayServer:
             config = msgspec.structs.replace(
                 config,
                 models=list(pools.models),
-                **{name: list(getattr(pools, name)) for name in REQUEST_SETTINGS},
+                **{name: getattr(pools, name) for name in REQUEST_SETTINGS},
             )
         self._config = config
         self._on_ready = on_ready

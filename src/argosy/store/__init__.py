@@ -1,12 +1,12 @@
 """Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
 
-`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters`, `prompts` and `replica_settings`
-change records in audited transactions, and `load_snapshot` reads all of them as one `AccountSnapshot` that gateways
-hold in memory. Its `ledger` adds, sums and rolls up usage records. Its `responses` and `conversations` hold the state
-of the Responses API, within the bounds that `stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events,
-and the lease of the leading controller. A `UsageLog` holds usage on the gateway's disk until the ledger has it, so no
-request waits for the database. Separate from the store, a `QuotaBackend` counts limits across gateways and an
-`IdempotencyStore` holds the responses of repeatable requests.
+`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters`, `prompts`, `flags` and
+`replica_settings` change records in audited transactions, and `load_snapshot` reads all of them as one
+`AccountSnapshot` that gateways hold in memory. Its `ledger` adds, sums and rolls up usage records. Its `responses` and
+`conversations` hold the state of the Responses API, within the bounds that `stored_bytes` keeps. Its `fleets` hold
+declared fleets: revisions, events, and the lease of the leading controller. A `UsageLog` holds usage on the gateway's
+disk until the ledger has it, so no request waits for the database. Separate from the store, a `QuotaBackend` counts
+limits across gateways and an `IdempotencyStore` holds the responses of repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
@@ -27,6 +27,7 @@ from argosy.store.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from argosy.store.flags import Flags
 from argosy.store.fleet_store import (
     DECISION,
     AuditedDecision,
@@ -74,6 +75,7 @@ from argosy.store.records import (
     Adapter,
     AdapterReplicas,
     ContentDigest,
+    Flag,
     Key,
     KeyInfo,
     Limit,
@@ -99,6 +101,7 @@ from argosy.store.records import (
     Role,
     RoleScope,
     StepSeconds,
+    SwitchState,
     Tier,
     Timestamp,
     TokenPrice,

@@ -28,6 +28,7 @@ from argosy.store.errors import ConflictError, NotFoundError
 from argosy.store.records import (
     AccountRecord,
     Adapter,
+    Flag,
     Key,
     Limit,
     Organisation,
@@ -70,6 +71,7 @@ _TABLES: dict[type[AccountRecord], Table] = {
     ReplicaSetting: schema.replica_settings,
     Adapter: schema.adapters,
     Prompt: schema.prompts,
+    Flag: schema.flags,
 }
 
 

@@ -78,6 +78,9 @@ PromptLabel = Annotated[
     str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$(?!\n)", examples=["staging"])
 ]
 PromptVersionNumber = Annotated[int, Meta(ge=1, le=1_000_000)]
+SwitchState = Literal["ENABLED", "DISABLED"]
+"""State of a feature flag. The default variant of a disabled one answers all requests."""
+MAX_TARGETING_BYTES = 1 << 14
 MAX_PROMPT_BYTES = 1 << 18
 """Maximum size of one version of a prompt as JSON."""
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
@@ -286,6 +289,22 @@ class Prompt(AccountRecord, frozen=True, kw_only=True):
         return f"{self.name}@{self.version}"
 
 
+class Flag(AccountRecord, frozen=True, kw_only=True):
+    """Decision of an operator about a feature flag. It overrides the settings of every gateway."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=100)]
+    """Name of the flag."""
+    state: SwitchState | None = None
+    """None leaves it to the settings, as with the next two fields."""
+    default_variant: Annotated[str, Meta(max_length=40)] | None = None
+    targeting: Annotated[str, Meta(max_length=MAX_TARGETING_BYTES)] | None = None
+    """Rules in JsonLogic as JSON."""
+    reason: Annotated[str, Meta(max_length=500)] = ""
+    """Why the operator decided so."""
+    changed_at: float
+    changed_by: str
+
+
 class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Row of the ledger: how an admitted request ended and what it used. Written once."""
 
@@ -348,6 +367,7 @@ class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     replica_settings: tuple[ReplicaSetting, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     prompts: tuple[Prompt, ...] = ()
+    flags: tuple[Flag, ...] = ()
     """Versions of prompts, among them deleted ones."""
     successors: dict[str, str] = {}
     """Ids of all keys that were ever rotated, with the ids of the keys that replaced them."""

@@ -41,6 +41,7 @@ from sqlalchemy import (
 
 from argosy.store.records import (
     Adapter,
+    Flag,
     Key,
     Limit,
     Organisation,
@@ -233,6 +234,8 @@ prompts = Table(
     _list_index("prompts"),
     _list_index("prompts", "organisation"),
 )
+
+flags = Table("flags", metadata, *_record_columns(Flag))
 
 audit = Table(
     "audit",

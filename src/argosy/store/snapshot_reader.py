@@ -16,6 +16,7 @@ from argosy.store.records import (
     AccountRecord,
     AccountSnapshot,
     Adapter,
+    Flag,
     Key,
     Limit,
     Organisation,
@@ -45,6 +46,7 @@ _RECORD_FIELDS: dict[str, type[AccountRecord]] = {
     "replica_settings": ReplicaSetting,
     "adapters": Adapter,
     "prompts": Prompt,
+    "flags": Flag,
 }
 """Types of the records of a snapshot by its fields, besides keys, of which it has not all."""
 _RECORD_TYPES: dict[str, type[AccountRecord]] = {

@@ -21,6 +21,7 @@ from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.conversation_store import ConversationStore
 from argosy.store.database import Database, parse_url, sqlite_url
 from argosy.store.errors import ConflictError, StoreError
+from argosy.store.flags import Flags
 from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry, SecretStore
 from argosy.store.ledger import Ledger
@@ -88,6 +89,7 @@ class Store:
         self.replica_settings = ReplicaSettings(database, clock)
         self.adapters = Adapters(database, clock)
         self.prompts = Prompts(database, clock)
+        self.flags = Flags(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
         self.gateways = GatewayRegistry(database, clock)

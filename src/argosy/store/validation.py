@@ -13,6 +13,7 @@ from argosy.store import schema
 from argosy.store.records import (
     AccountRecord,
     Adapter,
+    Flag,
     Key,
     Limit,
     Organisation,
@@ -33,6 +34,7 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     ReplicaSetting: null(),
     Adapter: schema.adapters.c.organisation,
     Prompt: schema.prompts.c.organisation,
+    Flag: null(),
 }
 """Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
 RecordT = TypeVar("RecordT", bound=AccountRecord)

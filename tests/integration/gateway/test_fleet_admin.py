@@ -230,8 +230,9 @@ async def test_every_decision_is_recorded_with_author_force_and_reason(
         for each in list_endpoints()
         if each.body_type is not None and "reason" in get_type_hints(each.body_type)
     }
-    # Only a native replica sleeps: `test_residency` has one.
-    assert paths == {*DECISIONS, "/admin/replicas/sleep", "/admin/replicas/wake"}
+    # Only a native replica sleeps, and flags are declared: `test_residency` and `test_feature_flags` have them.
+    others = {"/admin/replicas/sleep", "/admin/replicas/wake", "/admin/flags/{id}"}
+    assert paths == {*DECISIONS, *others}
     store = admin_gateway.store
     chat = store.fleets.read_records("demo")["replica/chat-1-0"]
     store.fleets.save_records(stored.lease, {"replica/a": chat})

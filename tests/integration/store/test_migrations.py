@@ -24,7 +24,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "0005"
+down_revision = "0006"
 
 def upgrade():
     op.add_column("usage", sa.Column("colour", sa.Text, nullable=False, server_default="grey"))
@@ -85,6 +85,7 @@ def test_stored_bytes_of_an_older_database_are_summed_up(store: Store, url: str)
         connection.execute(sa.text("DROP TABLE stored_bytes"))
         connection.execute(sa.text("DROP TABLE adapters"))
         connection.execute(sa.text("DROP TABLE prompts"))
+        connection.execute(sa.text("DROP TABLE flags"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
     database.close()
     store.migrate()

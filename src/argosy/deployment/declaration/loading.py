@@ -14,6 +14,7 @@ from argosy.deployment.declaration.documents import find_unset_variables
 from argosy.deployment.declaration.remote_change import check_remote_change, check_size
 from argosy.deployment.declaration.validation import find_fleet_problems
 from argosy.deployment.settings.adapter_config import resolve_adapters
+from argosy.deployment.settings.flag_config import describe_unread_flag, find_unread_flags
 from argosy.deployment.settings.gateway_config import (
     GatewayConfig,
     ModelConfig,
@@ -106,11 +107,17 @@ def check_files(paths: Sequence[Path]) -> FileCheck:
         kind = "settings file of a gateway"
         gateway = document.check(GatewayConfig, find_contradictions)
         config, errors = gateway
-    unset = () if config is None or errors else find_unset_variables(config)
+    warnings: list[SettingError] = []
+    if config is not None and not errors:
+        warnings += find_unset_variables(config)
+        warnings += [
+            SettingError.at(("feature_flags", name), f"warning: {describe_unread_flag(name)}")
+            for name in find_unread_flags(config.feature_flags, config.conditions)
+        ]
     return FileCheck(
         kind,
         [document.describe(each) for each in errors],
-        [document.describe(each) for each in unset],
+        [document.describe(each) for each in warnings],
         is_complete=config is not None,
     )
 

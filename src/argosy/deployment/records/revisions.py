@@ -36,6 +36,7 @@ from argosy.deployment.records.fleet_records import (
 )
 from argosy.deployment.records.rollout_status import read_rollouts
 from argosy.deployment.records.upgrade import FleetUpgrade, find_upgrade
+from argosy.deployment.settings.flag_config import describe_unread_flag, find_unread_flags
 from argosy.deployment.settings.gateway_config import REQUEST_SETTINGS
 from argosy.store import FleetRevision, FleetStore
 
@@ -269,7 +270,8 @@ def plan_declaration(
     restarts = any(change.effect == ChangeEffect.GATEWAY_RESTART for change in changes)
     if restarts and old is not None and not has_address_conflict(old, new):
         lines.append("Each new gateway listens before the old one leaves.")
-    lines += (*upgrade.lines, *refused)
+    unread = find_unread_flags(new.feature_flags, new.conditions)
+    lines += (*map(describe_unread_flag, unread), *upgrade.lines, *refused)
     return FleetPlan(
         revision=0 if latest is None else latest.number,
         changes=changes,

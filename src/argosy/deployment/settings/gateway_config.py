@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from argosy.deployment.settings.content_config import (
     compile_content_rule,
     validate_moderation,
 )
+from argosy.deployment.settings.flag_config import DeclaredFlag, find_flag_problems
 from argosy.deployment.settings.prompt_config import (
     PromptConfig,
     PromptRule,
@@ -35,6 +37,7 @@ from argosy.deployment.settings.routing_config import (
 )
 from argosy.http_server import TlsConfig
 from argosy.policy import RoutingPolicyName
+from argosy.policy.traffic import FeatureFlag, FlagName
 from argosy.protocol import parse_endpoint
 from argosy.settings import (
     ByCommandLine,
@@ -231,13 +234,13 @@ class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long an explanation is kept."""
 
 
-RequestSetting = RequestConditions | PromptConfig
+RequestSetting = RequestConditions | PromptConfig | DeclaredFlag
 """Setting that decides about single requests."""
 REQUEST_SETTINGS = (
     *("routes", "content_rules", "cache_rules", "truncation_rules"),
-    *("prompt_rules", "prompts"),
+    *("prompt_rules", "prompts", "feature_flags"),
 )
-"""Names of the lists of such settings, which the controller of a fleet publishes to its gateways."""
+"""Names of the lists and mappings of such settings, which the controller of a fleet publishes to its gateways."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,6 +262,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Versions of prompts, beside those of `argosy prompts`."""
     prompt_rules: ByOperator[list[PromptRule]] = []
     """Prompt rules in order. The first that matches a request decides which prompt stands before its messages."""
+    feature_flags: ByOperator[dict[FlagName, FeatureFlag]] = {}
+    """Feature flags by name, in a subset of flagd's format. Conditions of rules read them (`flag`), and `argosy flags`
+    switches them while gateways run."""
     response_cache: ByOperator[IdempotencyConfig] = IdempotencyConfig()
     """Bounds of the answers that cache rules keep, in memory, or in `limits.redis` for all gateways."""
     fleet: ByCommandLine[
@@ -358,12 +364,26 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def rules(self) -> list[RequestSetting]:
         """The rules for requests of all kinds, and the prompts that they name."""
-        return [each for name in REQUEST_SETTINGS for each in getattr(self, name)]
+        return list_request_settings(self)
+
+    @property
+    def conditions(self) -> list[RequestConditions]:
+        """The rules for requests of all kinds."""
+        return [each for each in self.rules if isinstance(each, RequestConditions)]
 
     @property
     def model_memory_bytes(self) -> int | None:
         """Memory of all models that may sleep in bytes."""
         return None if self.model_memory is None else parse_size(self.model_memory)
+
+
+def list_request_settings(source: msgspec.Struct) -> list[RequestSetting]:
+    """Return the settings in the fields `REQUEST_SETTINGS` of a structure."""
+    found: list[RequestSetting] = []
+    for name in REQUEST_SETTINGS:
+        value = getattr(source, name)
+        found += starmap(DeclaredFlag, value.items()) if isinstance(value, dict) else value
+    return found
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -525,6 +545,14 @@ def _find_rule_problems(config: GatewayConfig, model_names: list[str]) -> Iterat
         ("cache_rules", "cache rule", config.cache_rules),
         ("truncation_rules", "truncation rule", config.truncation_rules),
         ("prompt_rules", "prompt rule", config.prompt_rules),
+    )
+    yield from find_flag_problems(
+        config.feature_flags,
+        [
+            ((setting, index), rule)
+            for setting, _, rules in settings
+            for index, rule in enumerate(rules)
+        ],
     )
     for setting, subject, rules in settings:
         names = [rule_name(rule, setting, index) for index, rule in enumerate(rules)]

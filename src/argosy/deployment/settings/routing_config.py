@@ -14,6 +14,7 @@ from argosy.policy.paraphrase import CacheEvaluation, GuardName, guard_version
 from argosy.policy.traffic import (
     ClassifierTarget,
     DailyWindow,
+    FlagCondition,
     Language,
     PercentageFlag,
     PromptClassifier,
@@ -116,6 +117,8 @@ class RequestConditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Feature flags. The project or the key must have one of them."""
     percentage_flag: ByOperator[PercentageFlag | None] = None
     """Feature flag of a part of the tenants or users. It must be on for the request's."""
+    flag: ByOperator[FlagCondition | None] = None
+    """Name of a feature flag whose variant for the request must be `true`, or name and variant as `NAME=VARIANT`."""
     windows: ByOperator[Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None] = None
     """Times of the day or week. One of them must contain the request's arrival."""
     min_prompt_tokens: ByOperator[Annotated[int, Meta(ge=1)] | None] = None

@@ -275,7 +275,7 @@ class LeaderTerm:
             self._pools,
             models=declared.published_models(members),
             versions=versions,
-            **{name: list(getattr(declared.config, name)) for name in REQUEST_SETTINGS},
+            **{name: getattr(declared.config, name) for name in REQUEST_SETTINGS},
             serving_replicas=declared.count_by_model(self._autoscaler.desired_counts(declared)),
             desired_replicas=self._autoscaler.published_counts(),
             pool_models={pool.name: pool.model for pool in declared.config.pools},

@@ -8,6 +8,7 @@ from argosy.store import (
     AccountRecord,
     AccountTransaction,
     Adapter,
+    Flag,
     Key,
     Limit,
     Organisation,
@@ -40,7 +41,7 @@ def check_change(
                 pass
             case Organisation() | Price():
                 check_role(principal, "admin", "gateway")
-            case ReplicaSetting():
+            case ReplicaSetting() | Flag():
                 check_role(principal, "operator", "gateway")
             case Limit():
                 if record.owner_kind == "organisation" or record.unit == "stored_bytes":

@@ -27,6 +27,7 @@ from argosy.store import (
     Adapters,
     AuditLog,
     ChangeCheck,
+    Flags,
     Ledger,
     LimitsAndPrices,
     Prompts,
@@ -167,6 +168,11 @@ class AdminScope:
     def prompts(self) -> Prompts:
         """The store's registry of prompts."""
         return self._store.prompts.for_organisation(self.organisation_id, self.check)
+
+    @property
+    def flags(self) -> Flags:
+        """Decisions of operators about feature flags."""
+        return self._store.flags.for_organisation(None, self.check)
 
     @property
     def ledger(self) -> Ledger:

@@ -16,6 +16,7 @@ import structlog
 from argosy.gateway.admin import (
     adapters,
     caches,
+    flags,
     fleet,
     limits_and_prices,
     prompts,
@@ -99,6 +100,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *limits_and_prices.endpoints,
         *adapters.endpoints,
         *prompts.endpoints,
+        *flags.endpoints,
         *replicas.endpoints,
         *caches.endpoints,
         *routing.endpoints,

@@ -12,6 +12,7 @@ from argosy.gateway.model_registry import AdapterReplica
 from argosy.gateway.principal import PrincipalFields
 from argosy.policy.prompts import PromptContent
 from argosy.policy.rollout import MetricVerdict
+from argosy.policy.traffic import FeatureFlag, FlagState, VariantName
 from argosy.store import (
     DEFAULT_STEP_S,
     PRODUCTION,
@@ -142,6 +143,25 @@ class RenderedPromptView(
     """Messages of a chat with those of the request."""
     parameters: dict[str, Any]
     """Fields that a request gets if it has none of its own."""
+
+
+class FlagView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="flag"):
+    """A feature flag of the settings, as operators have switched it."""
+
+    id: str
+    """Its name."""
+    flag: FeatureFlag
+    """The flag as it is evaluated."""
+    declared: FeatureFlag
+    """The flag of the settings."""
+    read_by: list[str]
+    """Rules that read it."""
+    reason: str
+    """Why an operator switched it; empty if none did."""
+    changed_at: float | None
+    changed_by: str | None
+    problem: str
+    """Why a decision does not fit the declared flag, and is not applied. Empty if it does."""
 
 
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
@@ -562,6 +582,18 @@ class PromptToRender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_variables: dict[str, Any] = {}
     messages: list[dict[str, Any]] = []
     """Messages of the request."""
+
+
+class FlagSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parts of a feature flag to override. Omitted ones keep their values, and null is as declared."""
+
+    state: FlagState | UnsetType | None = UNSET
+    default_variant: VariantName | UnsetType | None = msgspec.field(
+        default=UNSET, name="defaultVariant"
+    )
+    targeting: dict[str, Any] | UnsetType | None = UNSET
+    reason: Annotated[str, Meta(max_length=500)] = ""
+    """Why, for the audit log."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True):

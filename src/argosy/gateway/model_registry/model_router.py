@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -14,6 +14,7 @@ import structlog
 from argosy.deployment import (
     MAX_MODEL_NAME_LENGTH,
     ContentRule,
+    DeclaredFlag,
     PromptConfig,
     RequestConditions,
     RequestSetting,
@@ -21,6 +22,7 @@ from argosy.deployment import (
     compile_content_rule,
 )
 from argosy.gateway.auth import can_use_model, check_model_access, has_role
+from argosy.gateway.feature_flags import FeatureFlags
 from argosy.gateway.model_registry.adapter_index import (
     AdapterIndex,
     AdapterReplica,
@@ -143,12 +145,13 @@ class ModelRouter:
                 for rule in rules
                 if isinstance(rule, RequestConditions)
             ],
+            [rule for rule in rules if isinstance(rule, DeclaredFlag)],
         )
         self._declared_prompts = [rule for rule in rules if isinstance(rule, PromptConfig)]
         self.prompts = PromptIndex()
         """Prompts of the settings and the store."""
-        self.rules = self._build_rules(AccountSnapshot())
-        """Rules for requests by their kind, in their order."""
+        self.rules, self.flags = self._build_rules(AccountSnapshot())
+        """Rules for requests by their kind, in their order, and the feature flags that they read."""
         self._prompts.keep_routes({rule.name for rule in self.rules[RouteConfig]})
         self._declared_adapters = adapters
         self._registries_read_at = -math.inf
@@ -170,7 +173,7 @@ class ModelRouter:
 
         The returned function is valid until the next `replace_models`.
         """
-        rules = self._build_rules(snapshot)
+        rules, flags = self._build_rules(snapshot)
         unknown_tenants = {
             rule.name: rule.unknown_tenants
             for rule in itertools.chain.from_iterable(rules.values())
@@ -198,7 +201,7 @@ class ModelRouter:
                     models=logged_models,
                     count=len(unknown_models),
                 )
-            self.rules = rules
+            self.rules, self.flags = rules, flags
             self._logged_unknown_tenants = unknown_tenants
             self._logged_unknown_models = unknown_models
             apply_registries()
@@ -546,6 +549,25 @@ class ModelRouter:
             None,
         )
 
+    def explain_flags(
+        self,
+        principal: Principal,
+        headers: Mapping[bytes, bytes],
+        fields: RequestFields,
+        request_id: str,
+    ) -> list[dict[str, Any]]:
+        """Return the variants of the feature flags for a request, as explanations show them."""
+        subject = find_subject(principal, headers, fields, request_id)
+        return self.flags.describe_decisions(principal, subject)
+
+    def list_flag_readers(self) -> Mapping[str, list[str]]:
+        """Return the names of the rules that read each feature flag."""
+        readers: dict[str, list[str]] = {}
+        for rule in itertools.chain.from_iterable(self.rules.values()):
+            if rule.flag is not None:
+                readers.setdefault(rule.flag.rules.name, []).append(rule.name)
+        return readers
+
     def _divide_traffic(
         self,
         target: RouteTarget,
@@ -681,15 +703,19 @@ class ModelRouter:
 
     def _build_rules(
         self, snapshot: AccountSnapshot
-    ) -> Mapping[type[RequestConditions], tuple[RequestRule, ...]]:
-        """Return the rules of each kind."""
-        # Read both values at once, since another thread may call `replace_models`.
-        pools_by_name, rules = self._configured
+    ) -> tuple[Mapping[type[RequestConditions], tuple[RequestRule, ...]], FeatureFlags]:
+        """Return the rules of each kind, and the flags that they read."""
+        # Read all values at once, since another thread may call `replace_models`.
+        pools_by_name, rules, declared = self._configured
         models = {name: pool.model for name, pool in pools_by_name.items()}
-        return {
-            kind: compile_rules([rule for rule in rules if type(rule[0]) is kind], models, snapshot)
+        flags = FeatureFlags(declared, snapshot)
+        compiled = {
+            kind: compile_rules(
+                [rule for rule in rules if type(rule[0]) is kind], models, snapshot, flags
+            )
             for kind in RULE_SETTINGS
         }
+        return compiled, flags
 
     def _resolve_alias(self, term: T) -> T:
         pool = self._pools_by_name.get(term.model or "")  # None applies to all models

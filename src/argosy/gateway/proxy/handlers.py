@@ -417,8 +417,8 @@ class CompletionHandlers:
             content=content,
             truncation=truncation,
         )
-        if target.decisions:
-            self._apply_decisions(context, target)
+        if target.decisions or self._models.flags.declared:
+            self._explain_decisions(context, target)
         return context
 
     def _find_truncation(
@@ -448,6 +448,17 @@ class CompletionHandlers:
             return rule
         kinds = {replica.kind for replica in pool.replicas.values()}
         return TruncationRule() if asked == b'"auto"' and kinds - {"argosy"} else None
+
+    def _explain_decisions(self, context: RequestContext, target: RouteTarget) -> None:
+        """Record the decisions of classifiers, and the variants of the feature flags, for a request."""
+        if target.decisions:
+            self._apply_decisions(context, target)
+        context.trace.flags = self._models.explain_flags(
+            context.principal,
+            context.exchange.headers,
+            context.fields,
+            context.exchange.request_id,
+        )
 
     def _find_content(
         self, exchange: HttpExchange, fields: RequestFields, pool: Pool, principal: Principal
