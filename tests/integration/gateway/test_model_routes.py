@@ -432,6 +432,7 @@ async def test_cascade_answers_with_the_larger_model_what_the_smaller_one_doubts
         assert (verdict["escalated"], verdict["mean_logprob"]) == (True, -1.0)
         assert verdict["tokens"] == (after_tokens if is_stream and after_tokens else 4)
         assert "mean log-probability -1.00 is below -0.5" in trace["route_reason"]
+        assert [each["outcome"] for each in trace["attempts"]] == ["escalated", "success"]
         assert (await ask("a"))[1] == " 0 1 2 3"  # the conversation stays
         assert len(routed.qwen.requests) == 2
         assert (await ask("b", n=2, stream=False))[0].status_code == 200  # several choices
@@ -464,6 +465,7 @@ async def test_cascade_answers_with_the_larger_model_what_the_smaller_one_doubts
             for decision in ("simple", "escalated", "not_simple")
         }
         assert decisions == {"simple": 2, "escalated": 1, "not_simple": 2}
+        assert "argosy_gateway_retries_total{" not in metrics
 
 
 async def test_cascade_keeps_an_answer_that_no_larger_model_can_replace(tmp_path: Path) -> None:

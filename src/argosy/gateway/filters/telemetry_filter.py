@@ -23,6 +23,8 @@ MAX_BUFFER_AGE_S = 1.0
 
 MAX_RECORDED_CHOICES = 256
 """Maximum number of choices per request whose finish reasons are recorded."""
+ESCALATED = "escalated"
+"""Outcome of an attempt whose answer a larger model has replaced, and status of its usage in the metrics."""
 MAX_FINISH_REASON_LENGTH = 40
 """Maximum length of a recorded finish reason, since replicas may send any text."""
 
@@ -92,12 +94,14 @@ class TelemetryFilter:
             self._metrics.record_request_end(
                 trace.model,
                 trace.principal.tenant,
-                "escalated",
+                ESCALATED,
                 self._clock() - trace.arrived_at,
                 bill.usage,
                 bill.nano_dollars,
             )
-            self._metrics.route_decisions.add((trace.route_name, "escalated", "false"))
+            self._metrics.route_decisions.add((trace.route_name, ESCALATED, "false"))
+            for attempt in trace.earlier_attempts[-1:]:
+                attempt.outcome = ESCALATED
             trace.first_token_at = trace.last_token_at = None
             context.token_intervals_s.clear()
         _record_route(context)
@@ -196,7 +200,7 @@ class TelemetryFilter:
         if trace.pauses:
             metrics.pauses.add((model,), len(trace.pauses))
         for previous, attempt in itertools.pairwise((*trace.earlier_attempts, *trace.attempts)):
-            if previous.outcome != "paused":
+            if previous.outcome not in {"paused", ESCALATED}:
                 self._record_attempt(model, attempt)
 
     def _record_attempt(self, model: str, attempt: AttemptRecord) -> None:
