@@ -169,11 +169,26 @@ def test_division_into_chunks_does_not_matter(text: str, action: Action, seed: i
     check_division(text, action, seed)
 
 
+def generate_document(generator: random.Random) -> str:
+    """Return a text of matches, beginnings of them, and what may stand between them."""
+    between = ["<img ", ">", "![", "](", " ", ", ", "\n", '"', "{", "\\", "@", ".", "-", "+", "1", "a", "\u00e9",
+               "\u200b", "\ud800", "\U0001f600"]  # fmt: skip
+    parts = []
+    for _ in range(generator.randrange(1, 9)):
+        piece, kind = generator.choice(PIECES), generator.randrange(3)
+        cut = piece[: generator.randrange(len(piece) + 1)]
+        parts.append((piece, cut, generator.choice(between))[kind])
+    return "".join(parts)
+
+
 @pytest.mark.exhaustive
-@given(texts, actions, st.integers(0, 1000))
-@settings(max_examples=100_000)
-def test_division_into_chunks_never_matters(text: str, action: Action, seed: int) -> None:
-    check_division(text, action, seed)
+@pytest.mark.timeout(3600)
+@given(st.integers(0, 2**32))
+@settings(max_examples=1000)
+def test_division_of_100_000_documents_never_matters(seed: int) -> None:
+    generator = random.Random(seed)
+    for _ in range(100):
+        check_division(generate_document(generator), generator.choice(get_args(Action)), seed)
 
 
 documents = st.recursive(
@@ -278,11 +293,34 @@ def test_refuses_deny_words() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "unit", ["4", "a@", "4111 ", "eyJ", "sk-", "a.b@c.", "-----BEGIN ", "\u200b", "(2", "é1"]
-)
-def test_almost_matches_need_bounded_memory(unit: str) -> None:
+ALMOST = ["4", "a@", "4111 ", "eyJ", "sk-", "a.b@c.", "-----BEGIN ", "\u200b", "(2", "é1"]
+"""Beginnings of matches, which are repeated without an end."""
+
+
+def check_bounds(unit: str, kilobytes: int) -> None:
     text_filter = TextFilter(ALL)
-    for _ in range(100):
+    for _ in range(kilobytes):
         text_filter.feed(unit * (1000 // len(unit)))
         assert text_filter.held_chars <= ALL.max_held_chars
+
+
+@pytest.mark.parametrize("unit", ALMOST)
+def test_almost_matches_need_bounded_memory(unit: str) -> None:
+    check_bounds(unit, 100)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("unit", ALMOST)
+def test_10_megabytes_of_almost_matches_end(unit: str) -> None:
+    check_bounds(unit, 10_000)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(?:a|aa|a?b){60}c", r"(?:a?){80}b", r"a{1,100}a{1,100}b", r"(?:[ab]{1,9}a){20}c"]
+)
+def test_patterns_that_explode_elsewhere_end(pattern: str) -> None:
+    matcher = Matcher([Rule(create_custom_detector("own", pattern), "redact")])
+    text_filter = TextFilter(matcher)
+    text = "a" * 20_000
+    assert filter_chunks(text_filter, [text]) == text
+    assert text_filter.held_chars <= matcher.max_held_chars
