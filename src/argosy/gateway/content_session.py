@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -135,6 +135,25 @@ class ContentSession:
                 )
                 fields.raw[name] = Raw(msgspec.json.encode(filtered))
 
+    async def rewrite_prompt(
+        self,
+        fields: RequestFields,
+        names: tuple[str, ...],
+        rewrite: Callable[[str], Awaitable[str]],
+    ) -> None:
+        """Replace each text of a request by what `rewrite` returns, all at the same time. Raises as it does."""
+        for name in names:
+            if name in fields.raw:
+                root = [msgspec.json.decode(fields.raw[name])]
+                places = [(each, key) for each, key in _find_texts(root) if key is not None]
+                texts = list(dict.fromkeys(container[key] for container, key in places))
+                rewritten = dict(
+                    zip(texts, await asyncio.gather(*map(rewrite, texts)), strict=True)
+                )
+                for container, key in places:
+                    container[key] = rewritten[container[key]]
+                fields.raw[name] = Raw(msgspec.json.encode(root[0]))
+
     def list_prompt_pieces(self, fields: RequestFields, names: tuple[str, ...]) -> list[str]:
         """Return the texts of a request in pieces for the moderation model. Short texts share a piece."""
         assert self.moderation is not None  # noqa: S101 - checked by the caller
@@ -146,7 +165,10 @@ class ContentSession:
             root = [msgspec.json.decode(fields.raw[name])]
             for container, key in _find_texts(root):
                 text = container[key] if key is not None else ""
-                pieces += [text[start : start + size] for start in range(0, len(text), size)]
+                if pieces and text and len(pieces[-1]) + len(text) < size:
+                    pieces[-1] += f"\n{text}"
+                else:
+                    pieces += [text[start : start + size] for start in range(0, len(text), size)]
         return pieces
 
     async def filter_stored(self, value: T) -> T:

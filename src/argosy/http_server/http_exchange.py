@@ -94,8 +94,8 @@ class HttpExchange:
     """Code of the error that ended the request."""
     first_output_at: float | None = None
     """Monotonic time of the first output of a response that is sent whole; None if it is not known."""
-    is_internal = False
-    """Whether the gateway itself sends the request on behalf of another one."""
+    internal_route = ""
+    """Route in the ledger of a request that the gateway itself sends on behalf of another one; empty for others."""
     filter_stored: Callable[[Any], Awaitable[Any]] | None = None
     """Returns a JSON value of the request or its response as it may be stored; None to store all as it is."""
     _observer: ResponseObserver | None = None

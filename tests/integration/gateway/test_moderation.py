@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -233,11 +234,66 @@ async def test_answers_of_other_engines_in_one_piece() -> None:
                 assert (choice["message"]["content"], choice["finish_reason"]) == (text, reason)
 
 
-def test_unknown_model_is_refused_by_name(tmp_path: Any) -> None:  # noqa: ANN401
+class AnalyzerUpstream(FakeUpstream):
+    """Server in the shape of Presidio's analyzer, which knows one name. Never compared with Presidio."""
+
+    is_broken = False
+
+    async def _respond(self, request: UpstreamRequest) -> None:
+        assert request.path == "/analyze"
+        assert request.body["entities"] == ["PERSON"]
+        at = request.body["text"].find("Ann Lee")
+        found = [{"entity_type": "PERSON", "start": at, "end": at + 7, "score": 0.85}]
+        request.send_json(500 if self.is_broken else 200, found if at >= 0 else [])
+
+
+async def test_a_presidio_analyzer_redacts_or_refuses() -> None:
+    analyzer, model = AnalyzerUpstream(), NativeUpstream(native_script=NativeScript(deltas=[]))
+    async with listening(model), listening(analyzer):
+        for action in ("redact", "stop"):
+            moderation = Moderation(
+                analyzer_url=analyzer.url, labels={"PERSON": 0.5}, action=action
+            )
+            config = GatewayConfig(
+                port=0,
+                models=[
+                    ModelConfig(
+                        name="big",
+                        replicas=[ReplicaConfig(url=model.url, kind="argosy", model="m")],
+                    )
+                ],
+                content_rules=[ContentRule(moderation=moderation)],
+            )
+            async with run_gateway_server(config) as (_, client):
+                gateway = ModeratedGateway(client, model, GuardUpstream())
+                gateway.speak("Hi")
+                response = await gateway.chat("I am Ann Lee, hello")
+                assert response.status_code == (200 if action == "redact" else 400), response.text
+                if action == "redact":
+                    sent = model.requests[-1].body["messages"][-1]["content"]
+                    assert sent == "I am [person], hello"
+                    (found,) = await gateway.explain(response)
+                    assert (found["detector"], found["action"]) == ("person", "redact")
+                analyzer.is_broken = True
+                assert (await gateway.chat("Ann Lee again")).status_code == 503
+                analyzer.is_broken = False
+
+
+@pytest.mark.parametrize(
+    ("moderation", "message"),
+    [
+        ("model: gard", "no model has the name 'gard'"),
+        ("language: de", "give one of `model` and `analyzer_url`"),
+        ("model: big, action: redact", "needs an `analyzer_url`"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    moderation: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(
         "models: [{name: big, replicas: [{url: 'http://localhost:1'}]}]\n"
-        "content_rules: [{moderation: {model: gard, labels: {unsafe: 0.5}}}]\n"
+        f"content_rules: [{{moderation: {{{moderation}, labels: {{unsafe: 0.5}}}}}}]\n"
     )
-    with pytest.raises(ValueError, match="no model has the name 'gard'"):
+    with pytest.raises(ValueError, match=message):
         load_config(path)

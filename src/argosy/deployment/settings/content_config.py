@@ -20,7 +20,7 @@ from argosy.policy.content import (
     create_custom_detector,
     create_word_detector,
 )
-from argosy.settings import ByOperator
+from argosy.settings import ByCommandLine, ByOperator
 
 ALL_DETECTORS = "*"
 """Stands for all detectors of personal data and secrets."""
@@ -35,10 +35,20 @@ ModerationSide = Literal["input", "output"]
 
 
 class Moderation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a model that decides about prompts and answers."""
+    """Settings of a model, or of a Presidio analyzer, that decides about prompts and answers."""
 
-    model: ByOperator[str]
+    model: ByOperator[str | None] = None
     """The model, by any of its names: a classifier, or one that answers chats with labels such as `unsafe` and `S1`."""
+    analyzer_url: ByCommandLine[
+        Annotated[str, Meta(pattern=r"^https?://[^\s]+$(?!\n)", examples=["http://10.0.0.3:3000"])]
+        | None
+    ] = None
+    """Address of a Presidio analyzer in place of a model. Labels are then its entities, such as `PERSON`."""
+    language: ByOperator[Annotated[str, Meta(min_length=2, max_length=10)]] = "en"
+    """Language of the texts for the analyzer."""
+    action: ByOperator[Literal["stop", "redact"]] = "stop"
+    """Effect of a label: `stop` refuses a prompt and ends an answer. With an analyzer, `redact` replaces what it finds
+    in prompts by the entity's name, such as `[person]`."""
     labels: ByOperator[Annotated[dict[str, Annotated[float, Meta(ge=0, le=1)]], Meta(min_length=1)]]
     """Smallest probability of each label for which a text is refused. Words of a chat's answer have probability 1."""
     sides: ByOperator[Annotated[tuple[ModerationSide, ...], Meta(min_length=1)]] = ("input",)
@@ -146,11 +156,21 @@ def compile_content_rule(rule: ContentRule) -> ContentMatchers:
 
 
 def validate_moderation(rule: ContentRule, model_names: Collection[str]) -> None:
-    """Check that the moderation model of a rule exists. Raises ValueError, which says what to change, if not."""
-    if rule.moderation is not None and rule.moderation.model not in model_names:
+    """Check the moderation of a rule. Raises ValueError, which says what to change, if it cannot work."""
+    moderation = rule.moderation
+    if moderation is None:
+        return
+    if (moderation.model is None) == (moderation.analyzer_url is None):
+        raise ValueError("moderation: give one of `model` and `analyzer_url`.")
+    if moderation.model is not None and moderation.model not in model_names:
         known = ", ".join(sorted(model_names))
         raise ValueError(
-            f"moderation.model: no model has the name {rule.moderation.model!r}. Use one of {known}."
+            f"moderation.model: no model has the name {moderation.model!r}. Use one of {known}."
+        )
+    is_possible = moderation.analyzer_url is not None and moderation.sides == ("input",)
+    if moderation.action == "redact" and not is_possible:
+        raise ValueError(
+            "moderation.action: `redact` needs an `analyzer_url` and `sides: [input]`."
         )
 
 

@@ -107,6 +107,8 @@ DEGRADED_HEADER = b"x-argosy-degraded"
 """Response header with the name of the last route that applies because of load or a budget."""
 DRAFT_SUFFIX = "-draft"
 """Ends the id of the ledger row of a smaller model's answer that a larger model has replaced."""
+MODERATION_ROUTE = "moderation"
+"""Route name in the ledger of requests to moderation models."""
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
@@ -225,6 +227,7 @@ class CompletionHandlers:
         finally:
             if self._shadow_traffic is not None:
                 self._shadow_traffic.close()
+            await self._moderator.close()
 
     def _check_streams(self) -> None:
         self._driver.remove_pools(set(self._models.all_pools))
@@ -320,7 +323,7 @@ class CompletionHandlers:
         self, exchange: HttpExchange, principal: Principal, api: ApiShape, body: bytes
     ) -> None:
         """Handle a request of moderation itself, to which no content rule applies. Raises as `handle` does."""
-        exchange.is_internal = True
+        exchange.internal_route = MODERATION_ROUTE
         await self.handle(exchange, principal, api, body)
 
     def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
@@ -401,7 +404,7 @@ class CompletionHandlers:
             f"{api.id_prefix}-{exchange.unique_id}",
             principal,
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
-            route_name=target.route_name,
+            route_name=exchange.internal_route or target.route_name,
             route_reason=target.reason,
             has_fallbacks=target.has_fallbacks,
             assigned_version=target.version,
@@ -465,7 +468,7 @@ class CompletionHandlers:
     ) -> ContentSession | None:
         """Return the content filters of a request; None if no rule matches."""
         rule = self._find_rule(ContentRule, principal, exchange, fields, pool)
-        if rule is None or exchange.is_internal:
+        if rule is None or exchange.internal_route:
             return None
         session = ContentSession(rule)
         if session.filters_storage:

@@ -1,6 +1,7 @@
 """Moderation: a model of this gateway decides whether prompts are accepted, and which part of an answer is sent.
 
-A classifier names the most probable label of a text. The words in the answer of a chat model are its labels.
+A classifier names the most probable label of a text. The words in the answer of a chat model are its labels. In place
+of a model, a Presidio analyzer finds entities.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import hashlib
 import re
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import httpx2
 import msgspec
 import structlog
 
@@ -25,12 +28,13 @@ from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S
 from argosy.gateway.proxy.response_writers import ResponseWriter, WrappingWriter
 from argosy.gateway.request_context import CHAT, CLASSIFY, RequestContext
 from argosy.protocol import EVENT_END, ApiError, event_data, format_event
+from argosy.proxies import direct_mounts
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_CONCURRENT_PER_TENANT = 8
 """Texts of one tenant that are moderated at a time. Others wait, within the time of their moderation."""
-MAX_PROMPT_PIECES = 64
+MAX_PROMPT_PIECES = 256
 """Texts of one prompt that are moderated. A longer prompt counts as one that cannot be moderated."""
 MAX_APPROVED_TEXTS = 20_000
 """Approved texts whose digests are kept, so that earlier turns of a conversation are not moderated again."""
@@ -43,10 +47,21 @@ OVERLAP_CHARS = 200
 ANSWER_TOKENS = 32
 UNAVAILABLE = "moderation_unavailable"
 """Stands for a label where a text could not be moderated."""
+_FAILURES = (TimeoutError, OSError, httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError)
+"""Errors of a model or an analyzer that does not answer, or not as it should."""
 _WORD = re.compile(r"[^\s,;:.]+")
 _DONE = b"[DONE]"
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
+
+
+class _Finding(msgspec.Struct, frozen=True):
+    """Entity that a Presidio analyzer has found."""
+
+    entity_type: str
+    start: int
+    end: int
+    score: float
 
 
 class Moderator:
@@ -55,8 +70,15 @@ class Moderator:
     def __init__(self, models: ModelRouter, caller: ModelCaller) -> None:
         self._models = models
         self._caller = caller
+        self._clients: dict[str, httpx2.AsyncClient] = {}
+        """Connections to Presidio analyzers by their addresses."""
         self._slots = WeakValueDictionary[str, asyncio.Semaphore]()
         self._approved: OrderedDict[bytes, None] = OrderedDict()
+
+    async def close(self) -> None:
+        """Close the connections to analyzers."""
+        for client in self._clients.values():
+            await client.aclose()
 
     async def review_prompt(self, context: RequestContext) -> None:
         """Let the content rule of a request decide about its prompt.
@@ -70,16 +92,15 @@ class Moderator:
         pieces = session.list_prompt_pieces(context.fields, names)
         label: str | None = UNAVAILABLE
         if len(pieces) <= MAX_PROMPT_PIECES:
+            if session.moderation is not None and session.moderation.action == "redact":
+                await session.rewrite_prompt(context.fields, names, partial(self._redact, context))
+                return
             labels = await asyncio.gather(*(self.find_label(context, each) for each in pieces))
             label = next(filter(None, labels), None)
         if label is None or not self._decide(context, "input", label):
             return
         if label == UNAVAILABLE:
-            message = (
-                "The prompt could not be moderated, because it is too long, the model does not answer in time, or "
-                "the limits of the project leave no room for it. Try again, or send a shorter prompt."
-            )
-            raise ApiError(503, UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S)
+            raise _unavailable_error()
         message = f"The prompt has text that this gateway does not accept (moderation: {label}). Change it."
         raise ApiError(400, "content_refused", message, param=context.fields.prompt_field)
 
@@ -93,7 +114,15 @@ class Moderator:
         session = context.content
         moderation = None if session is None else session.moderation
         assert moderation is not None  # noqa: S101 - checked by the callers
-        identity = msgspec.json.encode((moderation.model, moderation.labels, text))
+        identity = _encode(
+            (
+                moderation.model,
+                moderation.analyzer_url,
+                moderation.language,
+                moderation.labels,
+                text,
+            )
+        )
         digest = hashlib.blake2b(identity, digest_size=16).digest()
         if digest in self._approved:
             self._approved.move_to_end(digest)
@@ -105,9 +134,9 @@ class Moderator:
                 self._slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)),
             ):
                 label = await self._ask(context, moderation, text)
-        except (ApiError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (ApiError, *_FAILURES) as error:
             reason = error.message if isinstance(error, ApiError) else type(error).__name__
-            log.warning("moderation_failed", model=moderation.model, reason=reason)
+            log.warning("moderation_failed", model=moderation.model or "", reason=reason)
             return UNAVAILABLE
         if label is None:
             self._approved[digest] = None
@@ -117,6 +146,9 @@ class Moderator:
 
     async def _ask(self, context: RequestContext, moderation: Moderation, text: str) -> str | None:
         """Return the label for which the model refuses a text; None if it accepts it."""
+        if moderation.model is None:
+            entities = await self._analyze(moderation, text)
+            return entities[0].entity_type if entities else None
         is_classifier = self._models.has_task(moderation.model, "classify")
         api, body = CHAT, _build_chat(moderation.model, text)
         if is_classifier:
@@ -134,6 +166,57 @@ class Moderator:
                 raise ValueError("an empty answer is no verdict")
         return _find_refused(found, moderation.labels)
 
+    async def _redact(self, context: RequestContext, text: str) -> str:
+        """Return a text of a prompt with entities replaced. Raises ApiError: 503 if that fails, unless it may pass."""
+        session = context.content
+        assert session is not None  # noqa: S101 - checked by the caller
+        moderation = session.moderation
+        assert moderation is not None  # noqa: S101
+        tenant = context.principal.tenant
+        try:
+            async with (
+                asyncio.timeout(moderation.timeout_s),
+                self._slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)),
+            ):
+                entities = await self._analyze(moderation, text)
+        except _FAILURES as error:
+            log.warning("moderation_failed", model="", reason=type(error).__name__)
+            if self._decide(context, "input", UNAVAILABLE):
+                raise _unavailable_error() from None
+            return text
+        output, position = [], 0
+        for entity in sorted(entities, key=lambda each: (each.start, -each.end)):
+            if position <= entity.start < entity.end <= len(text):
+                output += [text[position : entity.start], f"[{entity.entity_type.lower()}]"]
+                position = entity.end
+                session.findings["input", entity.entity_type.lower(), "redact"] += 1
+        return "".join(output) + text[position:]
+
+    async def _analyze(self, moderation: Moderation, text: str) -> list[_Finding]:
+        """Return what a Presidio analyzer finds of the labels, in the order of their scores.
+
+        Raises:
+            ValueError: Its answer is not a list of entities.
+            httpx2.HTTPError: It cannot be reached.
+        """
+        url = f"{moderation.analyzer_url}".rstrip("/")
+        client = self._clients.get(url)
+        if client is None:
+            client = self._clients[url] = httpx2.AsyncClient(mounts=direct_mounts(url))
+        body = {
+            "text": text,
+            "language": moderation.language,
+            "entities": list(moderation.labels),
+            "score_threshold": min(moderation.labels.values()),
+        }
+        response = await client.post(f"{url}/analyze", json=body, timeout=moderation.timeout_s)
+        response.raise_for_status()
+        found = msgspec.json.decode(response.content, type=list[_Finding])
+        return sorted(
+            (each for each in found if each.score >= moderation.labels.get(each.entity_type, 2.0)),
+            key=lambda each: -each.score,
+        )
+
     @staticmethod
     def _decide(context: RequestContext, side: str, label: str) -> bool:
         """Count a label, and return whether the text is refused for it."""
@@ -144,6 +227,14 @@ class Moderator:
         name = label if label == UNAVAILABLE else f"moderation:{label}"
         session.findings[side, name, "stop" if is_refused else "report"] += 1
         return is_refused
+
+
+def _unavailable_error() -> ApiError:
+    message = (
+        "The prompt could not be moderated, because it is too long, the moderation does not answer in time, or "
+        "the limits of the project leave no room for it. Try again, or send a shorter prompt."
+    )
+    return ApiError(503, UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S)
 
 
 def _build_chat(model: str, text: str) -> bytes:

@@ -68,6 +68,10 @@ function describe(explanation, bars, total) {
   return `${sentence} The first token came after ${duration(first)}.${without}`;
 }
 
+function describeFinding({ rule, side, detector, action, count: found }) {
+  return detector ? `${visible(rule)}: ${count(found)} × ${visible(detector)} (${side}, ${action})` : `${visible(rule)}: nothing found`;
+}
+
 function Facts({ explanation }) {
   const { caller = {} } = explanation;
   const facts = [
@@ -76,6 +80,8 @@ function Facts({ explanation }) {
     ["Route", explanation.route ? `${visible(explanation.route)}: ${explanation.route_reason ?? ""}` : null],
     ["Cache", (explanation.cache ?? []).map(describeCache).join("; ")],
     ["Tenant", [caller.organisation, caller.project].filter(Boolean).map(visible).join(" / ") || "this machine"], ["Key", caller.key], ["Tier", caller.tier],
+    ["Content", explanation.content?.map(describeFinding).join("; ")],
+    ["Left out", explanation.truncation ? `${explanation.truncation.dropped.join(", ")} of ${plural(explanation.truncation.messages, "message")}, by ${explanation.truncation.policy}` : null],
     ["Ended by", Object.values(explanation.finish_reasons ?? {}).join(", ")], ["Path", explanation.path],
   ].filter(([, value]) => value);
   return html`<dl class="facts">${facts.map(([name, value]) => [html`<dt key=${`${name}-term`}>${name}</dt>`, html`<dd key=${name}>${value}</dd>`])}</dl>`;
