@@ -27,7 +27,7 @@ MAX_WORK = 100_000
 """Maximum number of steps of one rendering: evaluated expressions, and pieces of `CHARS_PER_STEP` characters."""
 CHARS_PER_STEP = 64
 MAX_NODES = 2_000
-"""Maximum number of expressions of a template, with which it compiles within about 100 ms."""
+"""Maximum number of expressions of a template. The largest one compiles in about 0.4 s, in a thread."""
 MAX_DEPTH = 40
 MAX_NESTED_LOOPS = 4
 
