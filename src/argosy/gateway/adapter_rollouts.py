@@ -37,8 +37,6 @@ from argosy.process import run_in_daemon_thread
 from argosy.store import Adapter, Adapters, FleetDocument, NotFoundError, StoreError
 
 CHECK_INTERVAL_S = 2.0
-MAX_ROLLOUTS = 100
-"""Rollouts that are measured at a time, the oldest adapters first. The others wait."""
 MAX_REASON_LENGTH = 500
 SETTINGS = GateSettings(max_miss_rate=0.05)
 """At most 5 % of the requests of a candidate may fail."""
@@ -119,10 +117,7 @@ class AdapterRollouts:
 
     async def check(self) -> None:
         """Add the latest measurements of all rollouts to the evidence, and change the shares that it decides."""
-        running = sorted(
-            (each for each in self._models.adapters if each.candidate is not None and each.rollout),
-            key=lambda each: (each.created_at, each.id),
-        )[:MAX_ROLLOUTS]
+        running = self._models.list_rollouts()
         names = {each.id for each in running}
         self._meter.end_comparisons(names)
         if not running:
@@ -150,7 +145,9 @@ class AdapterRollouts:
         )
         failure = self._keeper.find_failure(adapter.candidate or "")
         if not percent and failure is not None and failure.is_final:
-            reason = f"it cannot be loaded: {failure.reason}"
+            # A tenant reads the reason, whom the folders of a replica do not concern.
+            words = [word for word in failure.reason.split() if "/" not in word]
+            reason = f"it cannot be loaded: {' '.join(words)}"
             decision = ShareDecision(ShareAction.ROLL_BACK, reason)
         if decision.action is not ShareAction.WAIT:
             await self._change(adapter, decision)
@@ -216,7 +213,9 @@ class AdapterRollouts:
         except NotFoundError:
             return
         self._on_changed()
-        if decision.action is ShareAction.ROLL_BACK and changed.rejected == adapter.candidate:
+        if changed is None:
+            return
+        if decision.action is ShareAction.ROLL_BACK:
             self._on_rolled_back(adapter.base_model)
         log.info(
             "adapter_share_changed",

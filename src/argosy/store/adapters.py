@@ -168,10 +168,10 @@ class Adapters(RecordTables):
 
     def follow_rollout(
         self, compared: Adapter, percent: int | None, rejection: str = "", *, actor: str
-    ) -> Adapter:
-        """Change the share of a candidate as the evidence of its rollout says.
+    ) -> Adapter | None:
+        """Change the share of a candidate as the evidence of its rollout says, and return the adapter.
 
-        Nothing changes if the share or the candidate has changed meanwhile.
+        Returns None, and changes nothing, if the share or the candidate has changed meanwhile.
 
         Args:
             compared: The adapter as it was when the evidence was judged.
@@ -185,7 +185,7 @@ class Adapters(RecordTables):
         with self._begin_transaction(actor) as transaction:
             found = transaction.get_record(Adapter, compared.id)
             if _read_rollout(found) != _read_rollout(compared):
-                return found
+                return None
             if percent is None:
                 return _promote(transaction, found)
             if percent:

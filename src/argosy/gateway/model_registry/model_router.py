@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -62,6 +63,8 @@ MAX_LOGGED_MODELS = 10
 """Maximum number of unknown models that one log event names."""
 MAX_LISTED_MODELS = 20
 """Maximum number of models that an error lists."""
+MAX_ROLLOUTS = 100
+"""Rollouts of adapters that are measured at a time. The others wait."""
 MAX_LOADED_ADAPTERS = 200
 """Maximum number of adapters that a server of another engine keeps loaded."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -236,12 +239,14 @@ class ModelRouter:
     def find_missing_adapters(self, now: float) -> list[tuple[ReplicaEndpoint, str]]:
         """Return the replicas that lack an adapter that they shall keep, with its digest."""
         missing = []
+        compared = {adapter.id for adapter in self.list_rollouts()}
         for adapter in self._adapters:
             pool = self._pools_by_name.get(adapter.base_model)
             if pool is None:
                 continue
             versions = [(adapter.digest, adapter.min_homes)]
-            if adapter.candidate is not None and (adapter.candidate_percent or adapter.step_s):
+            is_rolled_out = adapter.step_s is not None and adapter.id in compared
+            if adapter.candidate is not None and (adapter.candidate_percent or is_rolled_out):
                 versions.append((adapter.candidate, max(adapter.min_homes, 1)))
             for digest, min_homes in versions:
                 rate = pool.adapter_rates.per_minute(digest, now)
@@ -273,10 +278,18 @@ class ModelRouter:
                 ]
         return unwanted
 
-    @property
-    def adapters(self) -> Iterable[Adapter]:
-        """All adapters."""
-        return self._adapters
+    def list_rollouts(self) -> list[Adapter]:
+        """Return the adapters whose candidates are compared, at most `MAX_ROLLOUTS`: the oldest of each owner first.
+
+        So one organisation cannot keep the rollouts of the others waiting.
+        """
+        compared = [each for each in self._adapters if each.candidate is not None and each.rollout]
+        ranks: Counter[str | None] = Counter()
+        ranked: list[tuple[int, int, Adapter]] = []
+        for adapter in sorted(compared, key=lambda each: (each.created_at, each.id)):
+            ranked.append((ranks[adapter.organisation], len(ranked), adapter))
+            ranks[adapter.organisation] += 1
+        return [adapter for _, _, adapter in sorted(ranked)[:MAX_ROLLOUTS]]
 
     def count_loaded(self, base_model: str, digest: str) -> int:
         """Return how many replicas have a version of an adapter loaded. Thread-safe."""
