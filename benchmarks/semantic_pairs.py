@@ -4,9 +4,9 @@
     python -m benchmarks.semantic_pairs holdout > holdout.jsonl
     argosy cache evaluate --pairs holdout.jsonl --embedding-model minilm
 
-The guard was written with the training pairs in view, and the hold-out was evaluated once, after that. Both come from
-the same hand, so take pairs of your own traffic to turn a rule on. A line has the questions `a` and `b`, whether they
-have the `same` answer, and the `kind` of their difference.
+The guard was written with the training pairs in view. The hold-out is not blind: the guard `no_substitution` was
+widened once after a first look at it, and both come from the same hand. Take pairs of your own traffic to turn a rule
+on. A line has the questions `a` and `b`, whether they have the `same` answer, and the `kind` of their difference.
 """
 
 from __future__ import annotations
