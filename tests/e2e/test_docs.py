@@ -79,6 +79,10 @@ NOT_RUN = {
         "argosy up": "needs that cluster",
         "argosy status": "needs that cluster",
     },
+    "route-by-cost.md": {
+        "argosy routing": "needs two models of one server and minutes; tests/unit/cli/test_routing.py runs them",
+        "python -m benchmarks": "takes minutes",
+    },
     "upgrade-and-roll-back.md": {
         "python3 -m venv": NO_NETWORK,
         "/opt/argosy-0.2.0/.venv/bin/argosy": "needs two versions, which tests/e2e/test_upgrade.py installs",

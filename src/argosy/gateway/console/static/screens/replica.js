@@ -54,5 +54,5 @@ function ReplicaCharts({ name, blocks }) {
     <div class="columns">${blocks ? chart(`KV blocks of ${count(blocks)}`, count, 1, BLOCKS) : chart("KV cache in use", percent, 1, [["kv_usage_ratio", "s1"]])}${chart("Share of cached input tokens", percent, 1, [["cache_hit_ratio", "s3"]])}</div>
     <div class="columns">${chart("Phases of a step", duration, 1e-3, PHASES, `No step ran in this time. ${NATIVE}`)}${chart("Preemptions per second", count, 1, [["preemptions_per_s", "s2"]], `There are no readings yet. ${NATIVE}`)}</div>
     <div class="columns">${chart("Tokens per step of a sequence", (value) => value.toFixed(2), 1, [["tokens_per_step", "s1"]], `No step ran in this time. ${NATIVE}`)}${chart("Share of accepted drafts", percent, 1, DRAFTS, NO_DRAFTS)}</div>
-    <div class="columns">${chart("Seconds per second that drafts save all requests", (value) => value.toFixed(2), 1, SAVED, NO_DRAFTS)}</div>`;
+    <div class="columns">${chart("Seconds saved by drafts, per second", (value) => value.toFixed(2), 1, SAVED, NO_DRAFTS)}</div>`;
 }
