@@ -155,9 +155,11 @@ async def test_receiver_that_refuses_or_is_away_delays_nothing(
         tracing = TracingConfig(sample_ratio=1)
         async with run_traced(tokenizer, tracing) as client:
             await until(lambda: sink.headers)
-            response = await client.post("/v1/chat/completions", json=BODY)
-            assert parse_stream(response.text).is_complete
-        assert len(sink.traces()) == 1, "spans are sent when the gateway stops"
+            for _ in range(2):
+                response = await client.post("/v1/chat/completions", json=BODY)
+                assert parse_stream(response.text).is_complete
+            sink.answers.append(413)  # both traces are too large together
+        assert len(sink.traces()) == 2, "spans are sent when the gateway stops"
         assert sink.headers[-1]["authorization"] == "Basic abc"
         assert sink.resources[-1]["service.name"] == "front door"
     async with run_traced(tokenizer, TracingConfig(endpoint="http://127.0.0.1:9")) as client:
@@ -169,6 +171,7 @@ INVALID: list[tuple[dict[str, str], str | None, str]] = [
     ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "http://b", "http/protobuf"),
     ({}, "http://user:secret@b", "without a password"),
     ({}, "file:///etc/passwd", "http://"),
+    ({"OTEL_EXPORTER_OTLP_TIMEOUT": "10s"}, "http://b", "milliseconds"),
 ]
 
 

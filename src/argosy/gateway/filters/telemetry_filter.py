@@ -9,6 +9,7 @@ from operator import sub
 
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import TraceStore
+from argosy.gateway.trace_context import read_trace_context
 from argosy.gateway.tracing import SpanExporter
 from argosy.policy import AttemptOutcome
 from argosy.policy.placement import AttemptRecord
@@ -58,7 +59,7 @@ class TelemetryFilter:
         trace.principal = context.principal
         trace.started_at = context.started_at
         if self._exporter is not None:
-            trace.trace_context = self._exporter.begin(context)
+            trace.trace_context = read_trace_context(context.exchange.headers, context.response_id)
         context.response_headers.append((b"x-argosy-request", trace.response_id.encode()))
         self._traces.add(trace)
         for decision in trace.routing:

@@ -76,7 +76,9 @@ def build_spans(
         compute_span_id(trace.response_id, name) for name in (SERVER_SPAN, GENERATION_SPAN)
     )
     start_ns, end_ns = clock.to_ns(trace.arrived_at), clock.to_ns(trace.ended_at)
-    status_code = context.exchange.status or (context.error.status if context.error else 200)
+    status_code = context.exchange.status  # None if the client left before the response
+    if status_code is None and context.error is not None:
+        status_code = context.error.status
     error = _describe_error(context.error, trace)
     server = Span(
         name=f"POST {trace.path}",
@@ -96,7 +98,7 @@ def build_spans(
                 "argosy.sampling.reason": reason,
             }
         ),
-        error=error if status_code >= 500 or trace.status == "failed" else None,
+        error=error if (status_code or 0) >= 500 or trace.status == "failed" else None,
     )
     generation = Span(
         name=f"{_operation(context)} {trace.requested_model or trace.model}",

@@ -10,8 +10,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Mapping
-from hashlib import blake2b
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -19,7 +18,6 @@ import structlog
 
 from argosy.deployment import TracingConfig
 from argosy.gateway.request_context import RequestContext
-from argosy.gateway.trace_context import TraceContext, read_trace_context
 from argosy.gateway.tracing.request_spans import SCHEMA_URLS, build_spans
 from argosy.gateway.tracing.trace_sampler import TraceSampler
 from argosy.process import run_in_daemon_thread
@@ -43,6 +41,7 @@ MAX_QUEUE_BYTES = 8 << 20
 MAX_BATCH_BYTES = 1 << 20
 BATCH_INTERVAL_S = 5.0
 MAX_RETRY_DELAY_S = 30.0
+DEFAULT_TIMEOUT_MS = 10_000
 FLUSH_TIMEOUT_S = 2.0
 """Time for the last batch when the gateway stops."""
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
@@ -80,7 +79,7 @@ class SpanExporter:
         self._headers = _parse_pairs(_read(environment, "HEADERS"))
         if config.headers_env is not None:
             self._headers |= _parse_pairs(environment.get(config.headers_env, ""))
-        self._timeout_s = float(_read(environment, "TIMEOUT") or 10_000) / 1000
+        self._timeout_s = _read_timeout_s(environment)
         self._certificate = _read(environment, "CERTIFICATE")
         self._resource: dict[str, AttributeValue] = {
             "service.name": "argosy-gateway",
@@ -98,11 +97,6 @@ class SpanExporter:
         """Set when a batch is complete before its time."""
         self._client: httpx2.Client | None = None
         self._was_reachable: bool | None = None
-
-    @staticmethod
-    def begin(context: RequestContext) -> TraceContext:
-        """Return the trace of a new request: the client's, or a new one."""
-        return read_trace_context(context.exchange.headers, context.response_id)
 
     def add(self, context: RequestContext) -> None:
         """Queue the spans of an ended request, if its trace is kept."""
@@ -129,11 +123,10 @@ class SpanExporter:
     async def run(self) -> None:
         """Send a first span that shows whether the receiver is reachable, then batches, until cancelled."""
         now_ns = time.time_ns()
-        span_id = blake2b(os.urandom(16), digest_size=8).digest()
         start = Span(
             name="argosy.start",
             kind=SpanKind.INTERNAL,
-            span_id=span_id,
+            span_id=os.urandom(8),
             start_ns=now_ns,
             end_ns=now_ns,
         )
@@ -146,8 +139,9 @@ class SpanExporter:
                 batch = self._take_batch()
                 try:
                     await self._send(batch)
-                except asyncio.CancelledError:
+                except asyncio.CancelledError:  # `close` sends it
                     self._queue.extendleft(reversed(batch))
+                    self._queued_bytes += _count_bytes(batch)
                     raise
 
     async def close(self) -> None:
@@ -162,11 +156,12 @@ class SpanExporter:
             self._client.close()
 
     def _take_batch(self) -> list[tuple[bytes, int]]:
-        batch, size = [self._queue.popleft()], 0
+        batch = [self._queue.popleft()]
+        size = len(batch[0][0])
         while self._queue and size + len(self._queue[0][0]) <= MAX_BATCH_BYTES:
             batch.append(self._queue.popleft())
             size += len(batch[-1][0])
-        self._queued_bytes -= sum(len(encoded) for encoded, _ in batch)
+        self._queued_bytes -= size
         return batch
 
     async def _send(self, batch: list[tuple[bytes, int]], *, retries: bool = True) -> None:
@@ -274,6 +269,24 @@ def _find_endpoint(config: TracingConfig, environment: Mapping[str, str]) -> str
             f"the endpoint of tracing has to be http:// or https:// without a password, and is {parts.scheme}://"
         )
     return endpoint
+
+
+def _count_bytes(batch: Iterable[tuple[bytes, int]]) -> int:
+    return sum(len(encoded) for encoded, _ in batch)
+
+
+def _read_timeout_s(environment: Mapping[str, str]) -> float:
+    """Return the timeout of the environment, which is in milliseconds.
+
+    Raises:
+        ValueError: It is no positive number.
+    """
+    text = _read(environment, "TIMEOUT") or str(DEFAULT_TIMEOUT_MS)
+    if not text.isdecimal() or not int(text):
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_TIMEOUT is {text!r}; it has to be a number of milliseconds, such as 10000"
+        )
+    return int(text) / 1000
 
 
 def _read(environment: Mapping[str, str], name: str) -> str:
