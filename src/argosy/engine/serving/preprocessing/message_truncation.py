@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from argosy.engine.serving.text.message_forms import SYSTEM_ROLES
+from argosy.policy import format_ranges
 from argosy.protocol import ChatMessageParam
 
 Prompt = TypeVar("Prompt")
@@ -51,7 +52,7 @@ def truncate_messages(
             low = middle + 1
         else:
             high, found = middle, prompt
-    return None if found is None else (found, _format_ranges(sorted(drop(cuts[high]))))
+    return None if found is None else (found, format_ranges(sorted(drop(cuts[high]))))
 
 
 def count_chars(messages: Sequence[ChatMessageParam]) -> int:
@@ -93,13 +94,3 @@ def _list_cuts(messages: Sequence[ChatMessageParam], units: Sequence[list[int]])
         for cut, first in enumerate(firsts[: len(units)], 1)
         if messages[first].role == "user" or not has_question
     ]
-
-
-def _format_ranges(indexes: Sequence[int]) -> tuple[str, ...]:
-    ranges: list[list[int]] = []
-    for index in indexes:
-        if ranges and ranges[-1][1] == index:
-            ranges[-1][1] = index + 1
-        else:
-            ranges.append([index, index + 1])
-    return tuple(f"messages[{start}:{end}]" for start, end in ranges)
