@@ -74,6 +74,31 @@ def test_console_lines_have_request_id_and_traceback_and_no_control_characters()
     assert not process.stdout
 
 
+PERSONAL_TEXTS = """
+import logging, structlog, sys
+from argosy.telemetry import configure_logging
+configure_logging(sys.argv[1])
+log = structlog.get_logger("argosy.test")
+log.warning("first", reason="line\\n4111111111111111", more="tab\\t4111111111111111")
+logging.getLogger("library").warning("second %s", "4111111111111111")
+try:
+    raise ValueError("third\\n4111111111111111")
+except ValueError:
+    log.exception("failed")
+    logging.getLogger("library").exception("fourth")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_personal_data_is_removed_at_the_start_of_a_line_and_from_libraries(
+    log_format: str,
+) -> None:
+    lines = run_program(PERSONAL_TEXTS, log_format).stderr
+    assert "4111" not in lines
+    assert lines.count("[card]") == 5
+    assert all(each in lines for each in ("first", "second", "third", "fourth"))
+
+
 CLOSED_STDERR = """
 import os, sys, structlog
 from argosy.telemetry import configure_logging

@@ -14,7 +14,7 @@ LOG_DETECTORS = (
     *("us_ssn", "br_cpf", "es_dni", "it_codice_fiscale", "uk_nino"),
 )
 """Detectors whose matches are removed. Others find addresses of replicas, or numbers such as bytes."""
-_OWN_FIELDS = frozenset({"event", "level", "logger", "timestamp", "replica", "actor"})
+_OWN_FIELDS = frozenset({"level", "logger", "timestamp", "replica", "actor"})
 """Fields with names that operators or Argosy chose."""
 MAX_VALUE_CHARS = 1 << 16
 """Longest text that is filtered. The rest of a longer one is left out."""
@@ -26,8 +26,11 @@ def _matcher() -> Matcher:
 
 
 def needs_redaction(line: bytes) -> bool:
-    """Return whether an encoded event may have something to remove."""
-    return not line.isascii() or _matcher().may_match(line)
+    """Return whether an event, encoded as JSON, may have something to remove.
+
+    An escape of JSON ends with a letter that the text does not have, and so could hide a match after it.
+    """
+    return not line.isascii() or b"\\" in line or _matcher().may_match(line)
 
 
 def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

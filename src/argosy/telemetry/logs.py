@@ -183,8 +183,11 @@ def configure_logging(log_format: LogFormat, level: str = "info", replica: str =
     else:
         colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         render = open_text_renderer(colors=colors)
-        own_processors = [*shared, redact_event, _escape_fields, render, _encode_line]
-        library_processors = [redact_event, _escape_fields, render]
+        library_processors = [
+            structlog.processors.format_exc_info,
+            *(redact_event, _escape_fields, render),
+        ]
+        own_processors = [*shared, *library_processors, _encode_line]
     structlog.configure(
         processors=own_processors,
         wrapper_class=type(
