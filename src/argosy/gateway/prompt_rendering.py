@@ -50,10 +50,9 @@ def parse_reference(raw: Mapping[str, Raw]) -> PromptReference:
     if len(bytes(raw.get(_VARIABLES, b""))) > MAX_VARIABLE_BYTES:
         message = f"'{_VARIABLES}' has more than {MAX_VARIABLE_BYTES:,} bytes. Send less."
         raise invalid_request(message, _VARIABLES)
-    names = [name for name in PromptReference.__struct_fields__ if name in raw]
-    values = {name: msgspec.json.decode(raw[name]) for name in names}
+    values = {name: raw[name] for name in PromptReference.__struct_fields__ if name in raw}
     try:
-        return msgspec.convert(values, PromptReference)
+        return msgspec.json.decode(msgspec.json.encode(values), type=PromptReference)
     except msgspec.ValidationError as error:
         param = next((name for name in values if f"$.{name}" in str(error)), PROMPT_ID)
         message = f"'{param}' is invalid: {error}. See the documentation of prompts."

@@ -171,6 +171,18 @@ async def test_requests_that_a_prompt_does_not_fit_are_refused(
     assert not [each for each in gateway.replica.requests if "messages" in each.body]
 
 
+async def test_numbers_out_of_range_are_refused(gateway: PromptGateway) -> None:
+    for param, value in (
+        ("prompt_version", "1" * 5000),
+        ("prompt_variables", f'{{"word": {"1" * 5000}}}'),
+        ("prompt_variables", '{"word": 1e999}'),
+    ):
+        body = f'{{"model": "big", "messages": [], "prompt_id": "text", "{param}": {value}}}'
+        response = await gateway.client.post(CHAT, content=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+
+
 async def test_completions_take_only_texts(gateway: PromptGateway) -> None:
     for fields, param in (
         ({"prompt_id": "support", "prompt_variables": VARIABLES}, "prompt_id"),

@@ -70,6 +70,12 @@ def render(source: str, variables: dict[str, Any] | None = None) -> str:
         ("{{ missing }}", "'missing' is undefined"),
         ("{{ d.missing }}", "no attribute 'missing'"),
         ("{{ xs[9] }}", "no element 9"),
+        ("{{ missing | tojson }}", "'missing' is undefined"),
+        ("{{ [missing] | first }}", "'missing' is undefined"),
+        ("{{ '\\ud800' }}", "line 1: constants are texts of whole characters"),
+        ("{{ -1e400 }}", "finite numbers"),
+        ("{{ xs[::0] | length }}", "a value does not fit: slice step"),
+        ("{% for a, b in [[1]] %}{% endfor %}", "a value does not fit: not enough values"),
         ("{% for a in x %}{% endfor %}", "needs a list"),
         ("{{ big | join(big[0]) }}", "too (many steps|long)"),
         (

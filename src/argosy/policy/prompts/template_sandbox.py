@@ -79,6 +79,8 @@ class RenderBudget:
             elif isinstance(each, Mapping):
                 self.charge_work(1 + len(each))
                 stack.extend(each.values())
+            elif isinstance(each, Undefined):
+                str(each)  # raises
             else:
                 self.charge_work(1)
 
@@ -241,8 +243,8 @@ class _ChargingTransformer(NodeTransformer):
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:  # noqa: N802 - Jinja's name
         self.generic_visit(node)
-        assert node.node is not None
-        node.node = _filtered(node.node, "_weighed")
+        if node.node is not None and node.name != "default":
+            node.node = _filtered(node.node, "_weighed")
         return _filtered(node, "_weighed")
 
 
@@ -324,8 +326,17 @@ def _check_node(node: nodes.Node, parent: nodes.Node | None) -> None:
             raise PromptError(f"{where}arithmetic is not allowed. Compute the value before.")
         case nodes.For(recursive=True):
             raise PromptError(f"{where}recursive loops are not allowed.")
-        case nodes.Const() if not isinstance(node.value, str | int | float | bool | None):
-            raise PromptError(f"{where}constants are texts and numbers.")
+        case nodes.Const() if not _is_plain(node.value):
+            raise PromptError(
+                f"{where}constants are texts of whole characters, and finite numbers."
+            )
+
+
+def _is_plain(constant: object) -> bool:
+    """Whether JSON can contain a constant."""
+    if isinstance(constant, str):
+        return not any("\ud800" <= char <= "\udfff" for char in constant)
+    return not isinstance(constant, float) or math.isfinite(constant)
 
 
 def compile_template(tree: nodes.Template) -> jinja2.Template:
@@ -350,5 +361,7 @@ def render_template(
         return "".join(template.root_render_func(context))
     except jinja2.TemplateError as error:
         raise PromptError(f"{error.message}. Add it to the variables.") from error
-    except (TypeError, ArithmeticError) as error:
+    except PromptError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise PromptError(f"a value does not fit: {error}.") from error
