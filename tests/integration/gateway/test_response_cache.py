@@ -34,7 +34,7 @@ from argosy.deployment import (
     ModelConfig,
     ReplicaConfig,
 )
-from argosy.protocol import SSE_DONE
+from argosy.protocol import SSE_DONE, format_event
 from argosy.store import (
     CachedResponse,
     IdempotencyStore,
@@ -377,29 +377,62 @@ async def test_content_rules_filter_replayed_answers() -> None:
         assert count(replica) == 1
 
 
-async def test_answers_in_one_piece_of_other_engines_are_kept() -> None:
+async def test_answers_of_other_engines_are_kept_for_every_form() -> None:
+    """They have fewer fields. A stream with an event that is no chunk is sent as without a rule, but not kept."""
+    end = {"finish_reason": "stop"}
+    parts = [{"index": 0, "delta": {"content": "Hi"}}, {"index": 0, "delta": {}} | end]
+    call = {"id": "c", "type": "function", "function": {"name": "f"}}
     message = {"role": "assistant", "content": "Hi", "tool_calls": None, "reasoning_content": "So"}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    answer = {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "m",
-        "choices": [choice],
-        "usage": usage,
+    bodies: dict[str, Any] = {
+        "whole": {"id": "x", "object": "chat.completion", "created": 1, "model": "m"},
+        "bare": {},
+    }
+    streams: dict[str, list[Any]] = {
+        "bare stream": [{"choices": [each]} for each in parts],
+        "no index": [{"choices": [{"delta": each["delta"]} | end]} for each in parts[:1]],
+        "no delta": [{"choices": [parts[0]]}, {"choices": [{"index": 0, "delta": None} | end]}],
+        "other": ["ping", *({"choices": [each]} for each in parts)],
+        "list": [{"choices": [parts[0] | {"delta": {"content": []}}]}, {"choices": [parts[1]]}],
+        "call": [{"choices": [{"index": 0, "delta": {"tool_calls": [call]}} | end]}],
     }
 
     async def respond(request: UpstreamRequest) -> None:
-        request.send_json(200, answer)
+        name = request.body["messages"][0]["content"]
+        if name in bodies:
+            choice = {"index": 0, "message": message, "logprobs": None} | end
+            request.send_json(200, bodies[name] | {"choices": [choice], "usage": usage})
+            return
+        request.start_stream()
+        for each in streams[name]:
+            request.send_chunk(format_event(json.dumps(each).encode()))
+        request.end_stream(tokens=2)
 
-    async with caching_gateway(replica=FakeUpstream(respond), kind="openai") as (client, replica):
-        first, second = [(await ask(client)).json() for _ in range(2)]
-        for each in (first, second):
-            assert each["choices"][0]["message"]["content"] == "Hi"
-            assert each["choices"][0]["message"]["reasoning_content"] == "So"
-            assert each["usage"]["completion_tokens"] == 2
-        assert count(replica) == 1
+    replica = FakeUpstream(respond)
+    rule = CacheRule(sampled=True)
+    async with caching_gateway(rule, replica=replica, kind="openai") as (client, _):
+        for name in (*bodies, *streams):
+            results = list[tuple[object, ...]]()
+            is_kept = name not in {"other", "list"}
+            for stream in (name in streams, True, False) if is_kept else (True, True):
+                body = BODY | {"messages": [{"role": "user", "content": name}], "stream": stream}
+                response = await client.post(CHAT, json=body)
+                results.append((response.status_code, response.headers["x-argosy-cache"]))
+            if not is_kept:
+                assert results == [(200, "miss")] * 2, name
+                assert response.text.endswith("data: [DONE]\n\n")
+            elif name == "call":  # without arguments, and so in no response in one piece
+                assert results == [(200, "miss"), (200, "hit"), (502, "hit")]
+                assert "no-cache" in response.text
+            else:
+                assert results == [(200, "miss"), (200, "hit"), (200, "hit")], name
+                answer = response.json()
+                assert answer["choices"][0]["message"]["content"] == "Hi"
+                assert answer["choices"][0]["finish_reason"] == "stop"
+                assert answer["usage"]["completion_tokens"] == 2
+                assert answer["model"] == ("m" if name == "whole" else "big")
+                if name in bodies:
+                    assert answer["choices"][0]["message"]["reasoning_content"] == "So"
 
 
 async def test_damaged_and_expired_entries_are_computed_again(

@@ -92,17 +92,10 @@ class CachingWriter(WrappingWriter):
 
     def write_events(self, events: bytes) -> None:
         self._writer.write_events(events)
-        if self._flight is not None and self._flight.chunks is not None:
-            self._record(self._flight, _parse_chunks(events))
+        self._record(_parse_chunks(events))
 
     def filter_body(self, body: bytes) -> bytes:
-        flight = self._flight
-        if flight is not None and flight.chunks is not None:
-            try:
-                is_chat = self._context.api is CHAT
-                self._record(flight, _split_body(_decode(body), is_chat=is_chat))
-            except MALFORMED_EVENT_ERRORS:
-                self._drop(flight)
+        self._record(_split_body(body, is_chat=self._context.api is CHAT))
         return self._writer.filter_body(body)
 
     def discard(self) -> bool:
@@ -265,7 +258,11 @@ class CachingWriter(WrappingWriter):
                     is_started = True
                     await self._start(flight)
                     head = msgspec.json.encode(self._envelope())[:-1] + b","
-                self._writer.write_events(format_event(head + chunk[1:-1] + tail))
+                try:
+                    self._writer.write_events(format_event(head + chunk[1:-1] + tail))
+                except ValueError as error:
+                    message = "The kept answer is malformed. Send Cache-Control: no-cache to compute it again."
+                    raise ApiError(502, "upstream_failed", message) from error
                 if self._writer.is_full:
                     break
                 await context.exchange.wait_writable()
@@ -323,16 +320,22 @@ class CachingWriter(WrappingWriter):
             "created": int(context.started_at),
         }
 
-    def _record(self, flight: Flight, chunks: Iterator[dict[str, Any]]) -> None:
-        """Keep chunks, as long as the answer is not too large."""
-        for chunk in chunks:
-            encoded = msgspec.json.encode(chunk)
-            self._recorded_bytes += len(encoded)
-            if not self._cache.reserve_bytes(len(encoded), self._recorded_bytes, flight):
-                self._recorded_bytes -= len(encoded)
-                self._drop(flight)
-                return
-            flight.add_chunk(encoded)
+    def _record(self, chunks: Iterator[dict[str, Any]]) -> None:
+        """Keep chunks, as long as the answer can be read and is not too large."""
+        flight = self._flight
+        if flight is None or flight.chunks is None:
+            return
+        try:
+            for chunk in chunks:
+                encoded = msgspec.json.encode(_normalize_chunk(chunk, self._context.model))
+                self._recorded_bytes += len(encoded)
+                if not self._cache.reserve_bytes(len(encoded), self._recorded_bytes, flight):
+                    self._recorded_bytes -= len(encoded)
+                    self._drop(flight)
+                    return
+                flight.add_chunk(encoded)
+        except MALFORMED_EVENT_ERRORS:
+            self._drop(flight)
 
     def _drop(self, flight: Flight) -> None:
         """Release the recorded chunks."""
@@ -342,23 +345,48 @@ class CachingWriter(WrappingWriter):
 
 
 def _parse_chunks(events: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the chunks with choices in events, without what belongs to one request."""
+    """Yield the chunks with choices in events."""
     for event in events.removesuffix(EVENT_END).split(EVENT_END):
         data = event_data(event)
         if data is not None and data != _DONE:
             chunk = _decode(data)
             if chunk.get("choices"):
-                yield {
-                    name: value
-                    for name, value in chunk.items()
-                    if name not in {"id", "object", "created", "usage"}
-                }
+                yield chunk
 
 
-def _split_body(response: dict[str, Any], *, is_chat: bool) -> Iterator[dict[str, Any]]:
+def _normalize_chunk(chunk: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return a chunk without what belongs to one request, and with all fields that a response in one piece needs.
+
+    Servers other than Argosy's leave some out. Raises one of `MALFORMED_EVENT_ERRORS` if it is no chunk.
+    """
+    kept = {
+        name: value
+        for name, value in chunk.items()
+        if name not in {"id", "object", "created", "usage"}
+    }
+    return {"model": model} | kept | {"choices": list(map(_normalize_choice, chunk["choices"]))}
+
+
+def _normalize_choice(choice: dict[str, Any]) -> dict[str, Any]:
+    normalized: dict[str, Any] = {
+        "logprobs": None,
+        "finish_reason": None,
+        "stop_reason": None,
+    } | choice
+    normalized["index"] = choice.get("index") or 0
+    if "delta" in choice:
+        delta = normalized["delta"] = dict(choice["delta"] or {})
+        if not isinstance(delta.get("content"), str | None):
+            raise TypeError("the content is no text")
+    return normalized
+
+
+def _split_body(body: bytes, *, is_chat: bool) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a stream that a response in one piece could have been."""
+    response = _decode(body)
     common = {name: response[name] for name in ("model", "system_fingerprint") if name in response}
-    for choice in response["choices"]:
+    for index, each in enumerate(response["choices"]):
+        choice = each | {"index": index}
         end = {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
         start = choice | {"finish_reason": None, "stop_reason": None}
         if is_chat:
@@ -367,10 +395,10 @@ def _split_body(response: dict[str, Any], *, is_chat: bool) -> Iterator[dict[str
             }
             if "tool_calls" in delta:
                 delta["tool_calls"] = [
-                    {"index": index} | call for index, call in enumerate(delta["tool_calls"])
+                    {"index": number} | call for number, call in enumerate(delta["tool_calls"])
                 ]
             start["delta"], end["delta"] = delta, {}
         else:
             end["text"] = ""
         yield common | {"choices": [start]}
-        yield common | {"choices": [{"index": choice["index"], "logprobs": None} | end]}
+        yield common | {"choices": [{"index": index} | end]}
