@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -24,7 +26,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "0006"
+down_revision = "0007"
 
 def upgrade():
     op.add_column("usage", sa.Column("colour", sa.Text, nullable=False, server_default="grey"))
@@ -43,13 +45,17 @@ def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monk
     return monkeypatch
 
 
-def test_new_tables_match_the_schema(store: Store, url: str) -> None:
+def assert_tables_match_the_schema(url: str) -> None:
     database = Database(url)
     with database.read_transaction() as connection:
         context = MigrationContext.configure(connection)
         assert compare_metadata(context, metadata) == []
         assert context.get_current_revision() == migrations.NEWEST_REVISION
     database.close()
+
+
+def test_new_tables_match_the_schema(store: Store, url: str) -> None:
+    assert_tables_match_the_schema(url)
     store.migrate()
     assert store.load_snapshot().version == 1
 
@@ -91,6 +97,30 @@ def test_stored_bytes_of_an_older_database_are_summed_up(store: Store, url: str)
     store.migrate()
     assert store.stored_bytes.read_totals() == totals
     test_new_tables_match_the_schema(store, url)
+
+
+def test_candidates_of_an_older_database_keep_the_share_that_a_person_set(
+    store: Store, url: str
+) -> None:
+    """The step from 0004 to later ones adds the columns of rollouts to adapters that exist."""
+    add = partial(store.adapters.add_version, "tuned", "base", actor=ACTOR)
+    add(f"sha256:{'1' * 64}")
+    add(f"sha256:{'2' * 64}", candidate_percent=20)
+    (before,) = store.adapters.list_adapters()
+    database = Database(url)
+    with database.write_transaction() as connection:
+        columns = ("rollout", "step_s", "rejected", "rejection", "evidence_version", "evidence")
+        for column in columns:
+            connection.execute(sa.text(f"ALTER TABLE adapters DROP COLUMN {column}"))
+        connection.execute(sa.text("DROP TABLE prompts"))
+        connection.execute(sa.text("DROP TABLE flags"))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '0004'"))
+    database.close()
+    store.migrate()
+    (after,) = store.adapters.list_adapters()
+    assert after.rollout
+    assert msgspec.structs.replace(after, rollout=before.rollout) == before
+    assert_tables_match_the_schema(url)
 
 
 @pytest.mark.usefixtures("next_version")

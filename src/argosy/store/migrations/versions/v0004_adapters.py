@@ -17,16 +17,10 @@ def upgrade() -> None:
         *(sa.Column(name, sa.Text, nullable=False) for name in ("name", "base_model", "digest")),
         sa.Column("candidate", sa.Text),
         sa.Column("candidate_percent", sa.BigInteger, nullable=False),
-        sa.Column("rollout", sa.Text, nullable=False),
-        sa.Column("step_s", sa.Double),
-        sa.Column("rejected", sa.Text),
-        sa.Column("rejection", sa.Text, nullable=False),
         sa.Column("base_digest", sa.Text),
         sa.Column("pinned", sa.Boolean, nullable=False),
         sa.Column("min_replicas", sa.BigInteger, nullable=False),
         sa.Column("created_at", sa.Double, nullable=False),
-        sa.Column("evidence_version", sa.BigInteger),
-        sa.Column("evidence", sa.LargeBinary),
     )
     op.create_index("adapters_listed", "adapters", ["created_at", "id"])
     op.create_index(
