@@ -114,7 +114,7 @@ class ResidencyManager:
             self._update_startup(pool, now)
 
     def _observe(self, pool: Pool, demand: ModelDemand, now: float) -> ResidentModel | None:
-        """Return the state of a model. None if it has no replica that can sleep, or its last change has failed."""
+        """Return the state of a model. None if it has no replica that can sleep."""
         replicas = [each for each in pool.replicas.values() if each.report is not None]
         if not replicas or pool.sleep is None:
             return None
@@ -167,6 +167,8 @@ class ResidencyManager:
 
     def _begin(self, pool: Pool, residency: Residency, now: float) -> None:
         entry = self._entries[pool]
+        if now < entry.retry_at:
+            return
         entry.residency, entry.since = residency, now
         entry.task = asyncio.create_task(
             self._change(pool, entry, residency), name=f"residency-{pool.model}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx2
 import pytest
@@ -28,6 +30,7 @@ from argosy.deployment import (
 from argosy.engine.serving.text import Tokenizer
 
 AWAKE_BYTES = 2 << 20
+MANAGER = "argosy.gateway.residency_manager"
 REPLIES = [f"Hello there, I am number {number}." for number in range(5)]
 
 
@@ -139,6 +142,23 @@ async def test_keep_alive_of_ollama_decides_for_operators(tokenizer: Tokenizer) 
         assert not other.sleep_level
     async with run_models(tokenizer, 1, None) as (_, client):
         assert (await load(0)).headers["x-argosy-ignored-fields"] == "keep_alive"
+
+
+async def test_model_that_does_not_fall_asleep_is_left_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the next attempt, a model that is larger than the memory answers."""
+    monkeypatch.setattr(f"{MANAGER}.RETRY_INTERVAL_S", math.inf)
+    monkeypatch.setattr(f"{MANAGER}.CHECK_INTERVAL_S", 0.001)
+    refuse = AsyncMock(return_value=False)
+    monkeypatch.setattr(FakeEngine, "set_sleep_level", refuse)
+    async with run_models(tokenizer, 1, SleepConfig(), AWAKE_BYTES - 1) as (_, client):
+        await until(lambda: refuse.await_count)
+        while (await ask(client, 0)).status_code != 200:
+            pass
+        for _ in range(10):
+            assert (await ask(client, 0)).status_code == 200
+        assert refuse.await_count == 1
 
 
 @pytest.mark.parametrize("level", [1, 2])
