@@ -303,8 +303,9 @@ class _Rules:
         a, at = self.arithmetic, observation.at
         waking = min(needed - a.ready_replicas, a.sleeping_replicas)
         if waking > 0:
-            wake, start = f"{observation.wake_s:.1f} s", f"{observation.startup_s:.0f} s"
-            return f"{waking} of {a.sleeping_replicas} that sleep wake up in {wake}, where a start takes {start}"
+            wake_s, start = observation.wake_s, f"a start takes {observation.startup_s:.0f} s"
+            wake = f"in {wake_s:.1f} s, where" if wake_s else "first, and"
+            return f"{waking} of {a.sleeping_replicas} that sleep wake up {wake} {start}"
         if self._supply <= max(a.minimum, 1) or needed >= self._supply:
             return "none can be removed"
         if observation.queue_age_s > BACKLOG_AGE_S:

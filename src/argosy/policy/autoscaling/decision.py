@@ -39,7 +39,7 @@ class PoolObservation(msgspec.Struct, frozen=True, kw_only=True):
     sleeping_replicas: int = 0
     """Number of desired replicas that sleep. They are supply, since waiting requests wake them up."""
     wake_s: float = 0.0
-    """Time in which they wake up, as measured."""
+    """Time in which they wake up, as measured. 0 while none has woken up."""
     arrivals: tuple[ArrivedTokens, ...] = ()
     """Arrivals since the previous observation, oldest first. Several short intervals show a burst sooner than one."""
     queued_requests: int = 0

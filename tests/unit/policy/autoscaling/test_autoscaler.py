@@ -280,6 +280,8 @@ def test_replicas_that_sleep_are_supply_but_not_ready() -> None:
     decision = pool.decisions[-1]
     assert decision.arithmetic.starting_replicas == 0
     assert "1 of 2 that sleep wake up in 0.4 s, where a start takes 60 s" in decision.reason
+    pool.run(5, 150.0, **asleep | {"wake_s": 0.0})
+    assert "1 of 2 that sleep wake up first, and a start takes 60 s" in pool.decisions[-1].reason
     assert pool.run(300, 400.0, **asleep)[-1] > 3
     pool = SimulatedPool(IDLE_SETTINGS, replicas=2)
     assert pool.run(700, 0.0, ready_replicas=0, sleeping_replicas=2)[-1] == 0
