@@ -129,7 +129,7 @@ class PacedWriter(WrappingWriter):
 
     def _on_timer(self) -> None:
         self._timer, now = None, self._loop.time()
-        if now >= self._pace_until:
+        if self._pieces and now >= self._pace_until:
             self._pace_s = SMOOTHING_S / len(self._pieces)
             self._pace_until = now + SMOOTHING_S
         self._next_at = now + max(MIN_TICK_S, self._pace_s)
