@@ -30,6 +30,8 @@ TURN_CHARS = 1 << 15
 """Characters of a prompt that are filtered before other requests have a turn of the event loop."""
 MAX_REPORT_CHARS = 1 << 16
 """Longest prompt or output that is filtered for explanations."""
+OVERLAP_CHARS = 200
+"""Characters before a piece of a text that are moderated with it."""
 TEXT_COST_CHARS = 200
 """Characters that each text counts in addition, for its filter."""
 _COMMON_NAMES = frozenset(
@@ -122,18 +124,11 @@ class ContentSession:
         """
         if self._matchers.input is None:
             return
-        for name in names:
-            if name in fields.raw:
-                value = msgspec.json.decode(fields.raw[name])
-                if _has_numbers(value):
-                    message = (
-                        f"The texts of {name!r} are filtered. Send text in place of token ids."
-                    )
-                    raise ApiError(400, "content_not_filterable", message, param=name)
-                filtered = await self._filter_value(
-                    value, name, "input", self._matchers.input, self._replace_in_prompt
-                )
-                fields.raw[name] = Raw(msgspec.json.encode(filtered))
+        for name, value in _decode_texts(fields, names):
+            filtered = await self._filter_value(
+                value, name, "input", self._matchers.input, self._replace_in_prompt
+            )
+            fields.raw[name] = Raw(msgspec.json.encode(filtered))
 
     async def rewrite_prompt(
         self,
@@ -141,34 +136,36 @@ class ContentSession:
         names: tuple[str, ...],
         rewrite: Callable[[str], Awaitable[str]],
     ) -> None:
-        """Replace each text of a request by what `rewrite` returns, all at the same time. Raises as it does."""
-        for name in names:
-            if name in fields.raw:
-                root = [msgspec.json.decode(fields.raw[name])]
-                places = [(each, key) for each, key in _find_texts(root) if key is not None]
-                texts = list(dict.fromkeys(container[key] for container, key in places))
-                rewritten = dict(
-                    zip(texts, await asyncio.gather(*map(rewrite, texts)), strict=True)
-                )
-                for container, key in places:
-                    container[key] = rewritten[container[key]]
-                fields.raw[name] = Raw(msgspec.json.encode(root[0]))
+        """Replace each text of a request by what `rewrite` returns, all at the same time.
+
+        Raises:
+            ApiError: As `rewrite` does, or 400 if the prompt is tokens, whose text is unknown.
+        """
+        for name, value in _decode_texts(fields, names):
+            root = [value]
+            places = [(each, key) for each, key in _find_texts(root) if key is not None]
+            texts = list(dict.fromkeys(container[key] for container, key in places))
+            rewritten = dict(zip(texts, await asyncio.gather(*map(rewrite, texts)), strict=True))
+            for container, key in places:
+                container[key] = rewritten[container[key]]
+            fields.raw[name] = Raw(msgspec.json.encode(root[0]))
 
     def list_prompt_pieces(self, fields: RequestFields, names: tuple[str, ...]) -> list[str]:
-        """Return the texts of a request in pieces for the moderation model. Short texts share a piece."""
+        """Return the texts of a request in pieces for the moderation model. Short texts share a piece.
+
+        Raises:
+            ApiError: 400 if the prompt is tokens, whose text is unknown.
+        """
         assert self.moderation is not None  # noqa: S101 - checked by the caller
         size = self.moderation.window_chars
         pieces: list[str] = []
-        for name in names:
-            if name not in fields.raw:
-                continue
-            root = [msgspec.json.decode(fields.raw[name])]
-            for container, key in _find_texts(root):
+        for _, value in _decode_texts(fields, names):
+            for container, key in _find_texts([value]):
                 text = container[key] if key is not None else ""
                 if pieces and text and len(pieces[-1]) + len(text) < size:
                     pieces[-1] += f"\n{text}"
                 else:
-                    pieces += [text[start : start + size] for start in range(0, len(text), size)]
+                    pieces += split_text(text, size)
         return pieces
 
     async def filter_stored(self, value: T) -> T:
@@ -388,8 +385,34 @@ def _find_texts(root: list[Any]) -> Iterator[tuple[Any, Any]]:
             stack.append(iter([(value, name) for name in list(value)]))
 
 
+def split_text(text: str, size: int) -> Iterator[str]:
+    """Yield a text in pieces of `size` characters, each with the `OVERLAP_CHARS` before it."""
+    for start in range(0, len(text), size):
+        yield text[max(0, start - OVERLAP_CHARS) : start + size]
+
+
+def _decode_texts(fields: RequestFields, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a request with these names, and their values.
+
+    Raises:
+        ApiError: 400 if one has token ids, whose text is unknown.
+    """
+    for name in names:
+        if name in fields.raw:
+            value = msgspec.json.decode(fields.raw[name])
+            if _has_numbers(value):
+                message = f"The texts of {name!r} are filtered. Send text in place of token ids."
+                raise ApiError(400, "content_not_filterable", message, param=name)
+            yield name, value
+
+
 def _has_numbers(value: Any) -> bool:  # noqa: ANN401 - any JSON
-    """Whether a prompt is a list of token ids, or of such lists."""
-    while isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a prompt is a list with token ids, or with such lists."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, list):
+            values += value
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+    return False

@@ -53,6 +53,8 @@ replica."""
 
 
 GENERATE: frozenset[TaskName] = frozenset({"generate"})
+OTHER_TEXT_FIELDS = ("suffix", "prediction", "documents")
+"""Fields of generation requests with text beside the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class ApiShape:
     def generates(self) -> bool:
         """Whether responses are generated token by token."""
         return self.tasks is GENERATE
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """Names of the fields with text to which content rules apply, each once."""
+        return tuple(dict.fromkeys((*self.prompt_fields, *self.query_fields, *OTHER_TEXT_FIELDS)))
 
 
 CHAT = ApiShape(CHAT_PATH, ("messages",), "chatcmpl", "chat.completion", "chat.completion.chunk")

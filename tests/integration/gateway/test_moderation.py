@@ -31,7 +31,7 @@ LABELS = {"unsafe": 0.5, "S1": 0.5}
 
 @dataclass
 class GuardUpstream(FakeUpstream):
-    """Model that calls texts with the word `attack` unsafe, as a chat or as a classifier."""
+    """Model that calls texts with `attack` unsafe, as a chat or as a classifier, and does not answer `slow`."""
 
     is_classifier: bool = False
     is_broken: bool = False
@@ -51,7 +51,7 @@ class GuardUpstream(FakeUpstream):
         body = request.body
         text = body["input"] if self.is_classifier else body["messages"][-1]["content"]
         self.seen.append(text)
-        if self.is_broken:
+        if self.is_broken or "slow" in text:
             await asyncio.Event().wait()
         is_unsafe = "attack" in text
         if self.is_classifier:
@@ -143,6 +143,27 @@ async def test_prompts_are_decided_before_the_model_sees_them(is_classifier: boo
         assert await gateway.explain(response) == [
             {"rule": "safe", "side": "input", "detector": f"moderation:{label}", "action": "stop", "count": 1}
         ]  # fmt: skip
+
+
+async def test_no_prompt_is_a_way_around_moderation() -> None:
+    async with moderated_gateway(window_chars=100, fail="open", timeout_s=1) as gateway:
+        fields: list[dict[str, Any]] = [
+            {"prompt": "z" * 97 + "attack" + "z" * 90},  # across two pieces
+            {"prompt": "slow " + "z" * 900 + " attack"},  # beside a piece without a verdict
+            {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "an attack"}]},
+            {"prompt": "Hi", "suffix": "an attack"},
+            {"prompt": [1, 2, 3]},
+            {"prompt": [[], [1, 2, 3]]},
+        ]
+        sent = len(gateway.model.requests)
+        for each in fields:
+            path = "/v1/chat/completions" if "messages" in each else "/v1/completions"
+            response = await gateway.client.post(path, json={"model": "big"} | each)
+            assert response.status_code == 400, each
+            is_text = "1, 2" not in str(each)
+            code = "content_refused" if is_text else "content_not_filterable"
+            assert response.json()["error"]["code"] == code, each
+        assert len(gateway.model.requests) == sent
 
 
 async def test_answers_are_sent_part_by_part() -> None:

@@ -8,8 +8,6 @@ from argosy.gateway.request_context import RequestContext
 from argosy.protocol import IGNORED_FIELDS_HEADER, format_names
 from argosy.telemetry import GatewayMetrics
 
-OTHER_PROMPT_FIELDS = ("suffix", "prediction", "documents")
-"""Fields of generation requests with text beside the prompt."""
 _REVEALING_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
 """Fields that ask for what shows removed text."""
 
@@ -22,13 +20,11 @@ class ContentFilter:
 
     async def on_request(self, context: RequestContext) -> bool:
         """Filter the prompt, unless no rule matches. Raises ApiError if the rule refuses it."""
-        session, api = context.content, context.api
+        session = context.content
         if session is None:
             return False
         try:
-            await session.filter_prompt(
-                context.fields, (*api.prompt_fields, *api.query_fields, *OTHER_PROMPT_FIELDS)
-            )
+            await session.filter_prompt(context.fields, context.api.text_fields)
         except BaseException:
             self.on_complete(context)  # is not called for a filter that has refused
             raise

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +21,7 @@ import structlog
 
 from argosy.deployment import Moderation
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
+from argosy.gateway.content_session import OVERLAP_CHARS, split_text
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.proxy.content_writer import STOPPED, find_texts
 from argosy.gateway.proxy.model_call import ModelCaller
@@ -42,8 +43,6 @@ MAX_HELD_BYTES = 4 << 20
 """Size of events that wait for a verdict, above which an answer ends."""
 MAX_WINDOWS = 4
 """Windows of an answer that share a verdict, if the answer arrives faster than verdicts do."""
-OVERLAP_CHARS = 200
-"""Characters before a part of an answer that are moderated with it."""
 ANSWER_TOKENS = 32
 UNAVAILABLE = "moderation_unavailable"
 """Stands for a label where a text could not be moderated."""
@@ -88,7 +87,7 @@ class Moderator:
         """
         session = context.content
         assert session is not None  # noqa: S101 - checked by the caller
-        names = (*context.api.prompt_fields, *context.api.query_fields)
+        names = context.api.text_fields
         pieces = session.list_prompt_pieces(context.fields, names)
         label: str | None = UNAVAILABLE
         if len(pieces) <= MAX_PROMPT_PIECES:
@@ -96,7 +95,8 @@ class Moderator:
                 await session.rewrite_prompt(context.fields, names, partial(self._redact, context))
                 return
             labels = await asyncio.gather(*(self.find_label(context, each) for each in pieces))
-            label = next(filter(None, labels), None)
+            # A piece without a verdict may pass, but not another one's label.
+            label = min(filter(None, labels), key=UNAVAILABLE.__eq__, default=None)
         if label is None or not self._decide(context, "input", label):
             return
         if label == UNAVAILABLE:
@@ -389,7 +389,7 @@ class ModerationWriter(WrappingWriter):
             message = choice.get("message", choice)
             texts = [(holder, field) for holder, field, _ in find_texts(message)]
             text = "\n".join(holder[field] for holder, field in texts)
-            for piece in split_text(text, self._window_chars, OVERLAP_CHARS):
+            for piece in split_text(text, self._window_chars):
                 self._is_refused = self._is_refused or await self._moderator.refuses_output(
                     self._context, piece
                 )
@@ -414,12 +414,6 @@ class ModerationWriter(WrappingWriter):
             self._task = None
         self._held.clear()
         self._held_bytes = self._held_chars = 0
-
-
-def split_text(text: str, size: int, overlap: int = 0) -> Iterator[str]:
-    """Yield a text in pieces of at most `size` characters, each with the last ones before it."""
-    for start in range(0, len(text), size):
-        yield text[max(0, start - overlap) : start + size]
 
 
 def _find_event_texts(event: bytes) -> dict[int, str]:
