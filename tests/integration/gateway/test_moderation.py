@@ -14,9 +14,11 @@ import httpx2
 import pytest
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, listening
 from tests.support.gateway_client import parse_stream, run_gateway_server
+from tests.support.gateway_processes import open_organisation
 from tests.support.native_upstream import NativeScript, NativeUpstream
 
 from argosy.deployment import (
+    AuthConfig,
     BackendKind,
     ContentRule,
     GatewayConfig,
@@ -25,6 +27,7 @@ from argosy.deployment import (
     ReplicaConfig,
     load_config,
 )
+from argosy.store import StoreConfig
 
 LABELS = {"unsafe": 0.5, "S1": 0.5}
 
@@ -103,6 +106,7 @@ async def moderated_gateway(
     *,
     is_classifier: bool = False,
     kind: BackendKind = "openai",
+    gateway: dict[str, Any] | None = None,
     **settings: Any,  # noqa: ANN401 - of `Moderation`
 ) -> AsyncIterator[ModeratedGateway]:
     model, guard = NativeUpstream(), GuardUpstream(is_classifier=is_classifier)
@@ -118,11 +122,12 @@ async def moderated_gateway(
             port=0,
             models=[ModelConfig(name=name, replicas=[each]) for name, each in replicas.items()],
             content_rules=[ContentRule(name="safe", moderation=moderation)],
+            **(gateway or {}),
         )
         async with run_gateway_server(config) as (_, client):
-            gateway = ModeratedGateway(client, model, guard)
-            gateway.speak("Hello.")
-            yield gateway
+            moderated = ModeratedGateway(client, model, guard)
+            moderated.speak("Hello.")
+            yield moderated
 
 
 @pytest.mark.parametrize("is_classifier", [False, True])
@@ -253,6 +258,18 @@ async def test_answers_of_other_engines_in_one_piece() -> None:
                 body = {"model": "big", "messages": [{"role": "user", "content": prompt}]}
                 (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
                 assert (choice["message"]["content"], choice["finish_reason"]) == (text, reason)
+
+
+async def test_tenants_do_not_learn_which_texts_of_others_were_approved(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.db"
+    with open_organisation(url) as accounts:
+        keys = [accounts.key(accounts.project(name)) for name in ("shop", "bank")]
+    settings = {"store": StoreConfig(url=url), "auth": AuthConfig(mode="required")}
+    async with moderated_gateway(gateway=settings) as gateway:
+        for key in (*keys, *keys):
+            gateway.client.headers["authorization"] = f"Bearer {key}"
+            assert (await gateway.chat("a question")).status_code == 200
+        assert gateway.guard.seen == 2 * ["a question"]
 
 
 class AnalyzerUpstream(FakeUpstream):

@@ -38,7 +38,7 @@ MAX_CONCURRENT_PER_TENANT = 8
 MAX_PROMPT_PIECES = 256
 """Texts of one prompt that are moderated. A longer prompt counts as one that cannot be moderated."""
 MAX_APPROVED_TEXTS = 20_000
-"""Approved texts whose digests are kept, so that earlier turns of a conversation are not moderated again."""
+"""Approved texts whose digests are kept, by tenant, so that earlier turns of a conversation are not moderated again."""
 MAX_HELD_BYTES = 4 << 20
 """Size of events that wait for a verdict, above which an answer ends."""
 MAX_WINDOWS = 4
@@ -120,6 +120,7 @@ class Moderator:
                 moderation.analyzer_url,
                 moderation.language,
                 moderation.labels,
+                context.principal.tenant,
                 text,
             )
         )
