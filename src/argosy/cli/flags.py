@@ -91,21 +91,34 @@ def switch(
     api_key: GatewayApiKey = None,
 ) -> None:
     """Switch a flag for all requests, some tenants or users, or a share. All gateways follow within seconds."""
-    import msgspec
-
     body: dict[str, Any] = {"reason": reason}
     if enabled is not None:
         body["state"] = "ENABLED" if enabled else "DISABLED"
-    rules = _build_conditions(variant, tenant or [], user or [])
-    if percent is not None:
-        known = call_admin_api(url, api_key, "GET", "/admin/flags")["data"]
-        rest = next((each["flag"]["defaultVariant"] for each in known if each["id"] == flag), "")
-        share = {"fractional": [{"var": by}, [_require(variant), percent], [rest, 100 - percent]]}
-        rules = share if rules is None else {"if": [*rules["if"], share]}
+    conditions = _build_conditions(tenant or [], user or [])
+    is_part = bool(conditions) or percent is not None
     if targeting is not None:
-        rules = msgspec.json.decode(targeting.read_bytes())
-    if rules is not None:
-        body["targeting"] = rules
+        if is_part or variant is not None:
+            fail(
+                "--targeting has all rules; give it without VARIANT, --percent, --tenant and --user"
+            )
+        body["targeting"] = _read_rules(targeting)
+    elif is_part:
+        if variant is None:
+            fail("--percent, --tenant and --user need the VARIANT that they select")
+        views = call_admin_api(url, api_key, "GET", "/admin/flags")["data"]
+        view = next((each for each in views if each["id"] == flag), None)
+        others = "" if view is None else view["flag"]["defaultVariant"]
+        if view is not None and others == variant:
+            # It was switched for all, so that rules would select nothing: others get what is declared.
+            others, body["defaultVariant"] = view["declared"]["defaultVariant"], None
+            if others == variant:
+                fail(f"all others get {variant!r} too; switch {flag} to another variant first")
+        share: list[dict[str, Any]] = []
+        if percent is not None:
+            share = [{"fractional": [{"var": by}, [variant, percent], [others, 100 - percent]]}]
+        body["targeting"] = (
+            {"if": [{"or": conditions}, variant, *share]} if conditions else share[0]
+        )
     elif variant is not None:
         body |= {"targeting": {}, "defaultVariant": variant}
     if body.keys() == {"reason"}:
@@ -130,11 +143,9 @@ def reset(
     typer.echo(f"{flag} is as declared.")
 
 
-def _build_conditions(
-    variant: str | None, tenants: list[str], users: list[str]
-) -> dict[str, Any] | None:
-    """Return the rules that give a variant to tenants and users; None if there are none."""
-    conditions = [
+def _build_conditions(tenants: list[str], users: list[str]) -> list[dict[str, Any]]:
+    """Return the conditions in JsonLogic that hold for tenants and users."""
+    return [
         {"in": [{"var": name}, values]}
         for name, values in (
             ("organisation", [each for each in tenants if "/" not in each]),
@@ -143,13 +154,15 @@ def _build_conditions(
         )
         if values
     ]
-    return {"if": [{"or": conditions}, _require(variant)]} if conditions else None
 
 
-def _require(variant: str | None) -> str:
-    if variant is None:
-        fail("--percent, --tenant and --user need the VARIANT that they select")
-    return variant
+def _read_rules(path: Path) -> dict[str, Any]:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        fail(f"{path} is no JSON object with rules: {error}")
 
 
 def _describe_rules(rules: dict[str, Any]) -> str:

@@ -135,6 +135,17 @@ async def test_operators_switch_what_rules_read(tmp_path: Path) -> None:
         assert entries[-1].details["reason"] == "trial"
         assert "nothing to change" in await run("switch", "label", status=2)
         assert "need the VARIANT" in await run("switch", "label", "--user", "x", status=2)
+        await run("switch", "label", "on")
+        narrowed = await run("switch", "label", "on", "--tenant", "acme", "--percent", "20")
+        assert "ENABLED, off for others, rules: {" in narrowed
+        assert '["on",20.0],["off",80.0]' in narrowed
+        same = await run("switch", "label", "off", "--user", "x", status=2)
+        assert "all others get 'off' too" in same
+        rules = tmp_path / "rules.json"
+        rules.write_text('["on"]')
+        file = ["--targeting", str(rules)]
+        assert "no JSON object with rules" in await run("switch", "label", *file, status=2)
+        assert "without VARIANT" in await run("switch", "label", "on", *file, status=2)
 
 
 @pytest.mark.parametrize(
