@@ -143,6 +143,13 @@ async def respond_with_text(request: UpstreamRequest) -> None:
     request.send_json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
 
 
+async def repeat_prompt(request: UpstreamRequest) -> None:
+    """Answer with the prompt."""
+    choice = {"index": 0, "text": request.body["prompt"], "finish_reason": "stop"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    request.send_json(200, {"choices": [choice], "usage": usage})
+
+
 async def respond_500(request: UpstreamRequest) -> None:
     """Fail as a server does that is out of memory."""
     request.send_json(500, {"error": {"message": "out of memory"}})

@@ -7,11 +7,20 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
-from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.deployment import (
+    AuthConfig,
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+    load_config,
+)
 from argosy.gateway import GatewayServer
 from argosy.gateway.config_reloader import ConfigLoader
 from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
@@ -23,10 +32,19 @@ QUICK_TIMEOUTS = Timeouts(
 )
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
+ONE_MODEL = "models: [{name: big, replicas: [{url: 'http://localhost:1'}]}]\n"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": "big", "messages": [{"role": "user", "content": "Tell me"}]},
     COMPLETION: {"model": "big", "prompt": "Tell me", "max_tokens": 12},
 }
+
+
+def check_settings_error(folder: Path, settings: str, message: str) -> None:
+    """Check that settings in YAML are refused beside `ONE_MODEL`, with an error that matches a pattern."""
+    path = folder / "gateway.yaml"
+    path.write_text(f"{ONE_MODEL}{settings}\n")
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
 
 
 def replica_config(backend: FakeBackend, **settings: Any) -> ReplicaConfig:  # noqa: ANN401 - of the struct

@@ -138,8 +138,18 @@ class AdminGateway:
         if organisation is not None:
             accounts = self.store.accounts
             project = accounts.create_project(organisation, unique_name(), actor="test").id
+        return await self._add_key(project, role, scope)
+
+    async def _add_key(self, project: str, role: Role, scope: RoleScope = "organisation") -> Json:
         body = {"project": project, "name": unique_name(), "role": role, "scope": scope}
         return {"authorization": f"Bearer {(await self.create('/admin/keys', body))['key']}"}
+
+    async def add_tenant(self) -> tuple[str, Json, Json]:
+        """Return the id of a new organisation, and headers of a user and of an operator of its project `web`."""
+        organisation = self.create_organisation("tenant")
+        project = self.store.accounts.create_project(organisation, "web", actor="test").id
+        user, operator = [await self._add_key(project, role) for role in ("user", "operator")]
+        return organisation, user, operator
 
     async def current_customer(self, *, renews: bool = False) -> ResourceIds:
         """Return the customer that tests share until one changes it. `renews` creates another one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
@@ -37,21 +37,6 @@ class AdapterGateway:
         for upstream in gateway.upstreams:
             upstream.adapters = {}
 
-    async def add_tenant(self, models: Sequence[str] = ()) -> tuple[str, Json, Json]:
-        """Return the id of a new organisation, and headers of a user and of an operator of it."""
-        accounts = self.admin.store.accounts
-        organisation = self.admin.create_organisation("tenant")
-        project = accounts.create_project(organisation, "web", actor="test").id
-        keys = [
-            await self.admin.create(
-                "/admin/keys",
-                {"project": project, "name": unique_name(), "role": role, "models": names},
-            )
-            for role, names in (("user", models), ("operator", ()))
-        ]
-        user, operator = ({"authorization": f"Bearer {each['key']}"} for each in keys)
-        return organisation, user, operator
-
     async def load(self, headers: Json, digest: str, fields: Json | None = None) -> httpx2.Response:
         body = {"lora_name": "support", "lora_path": digest} | (fields or {})
         return await self.client.post("/v1/load_lora_adapter", json=body, headers=headers)
@@ -75,9 +60,9 @@ async def gateway(
 
 async def test_a_name_means_the_adapter_of_the_callers_tenant(gateway: AdapterGateway) -> None:
     upstream = gateway.admin.upstreams[0]
-    _, first, first_operator = await gateway.add_tenant()
-    second_id, second, second_operator = await gateway.add_tenant()
-    _, foreign, _ = await gateway.add_tenant()
+    _, first, first_operator = await gateway.admin.add_tenant()
+    second_id, second, second_operator = await gateway.admin.add_tenant()
+    _, foreign, _ = await gateway.admin.add_tenant()
     assert (await gateway.load(first, FIRST)).status_code == 403
     loaded = await gateway.load(first_operator, FIRST)
     assert loaded.text == "Success: LoRA adapter 'support' added successfully."
@@ -108,7 +93,7 @@ async def test_a_name_means_the_adapter_of_the_callers_tenant(gateway: AdapterGa
 
 
 async def test_a_restarted_server_is_sent_the_load_call_again(gateway: AdapterGateway) -> None:
-    _, user, operator = await gateway.add_tenant()
+    _, user, operator = await gateway.admin.add_tenant()
     await gateway.load(operator, FIRST)
     upstream = gateway.admin.upstreams[0]
 
@@ -135,7 +120,7 @@ async def test_a_restarted_server_is_sent_the_load_call_again(gateway: AdapterGa
 
 
 async def test_a_pinned_adapter_is_loaded_before_its_first_request(gateway: AdapterGateway) -> None:
-    _, _, operator = await gateway.add_tenant()
+    _, _, operator = await gateway.admin.add_tenant()
     body = {"name": "support", "base_model": "big", "digest": FIRST, "pinned": True}
     added = await gateway.client.post("/admin/adapters", json=body, headers=operator)
     assert added.json().items() >= {"wanted_replicas": 1, "resident_replicas": 0}.items()
@@ -149,7 +134,7 @@ async def test_a_pinned_adapter_is_loaded_before_its_first_request(gateway: Adap
 async def test_versions_change_and_end_as_their_operator_decides(gateway: AdapterGateway) -> None:
     """Servers are let unload what no name stands for any more."""
     upstream = gateway.admin.upstreams[0]
-    organisation, user, operator = await gateway.add_tenant()
+    organisation, user, operator = await gateway.admin.add_tenant()
     await gateway.load(operator, FIRST)
     refused = [
         await gateway.load(operator, SECOND),
@@ -214,7 +199,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
         tmp_path, script=lack_third, replica_settings=replica, replica_names=["a"]
     ) as running:
         gateway = AdapterGateway(running)
-        _, user, operator = await gateway.add_tenant()
+        _, user, operator = await gateway.admin.add_tenant()
         await gateway.load(operator, FIRST)
 
         async def add(digest: str, fields: Json) -> httpx2.Response:

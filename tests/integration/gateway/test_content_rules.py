@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 import pytest
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest, listening
-from tests.support.gateway_client import run_gateway_server
+from tests.support.gateway_client import check_settings_error, run_gateway_server
 from tests.support.native_upstream import (
     Delta,
     NativeScript,
@@ -29,7 +29,6 @@ from argosy.deployment import (
     GatewayConfig,
     ModelConfig,
     ReplicaConfig,
-    load_config,
 )
 from argosy.protocol import SSE_DONE, format_event
 
@@ -405,9 +404,4 @@ async def test_first_rule_whose_conditions_hold_decides() -> None:
     ],
 )
 def test_invalid_rules_say_what_to_change(rule: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text(
-        f"models: [{{name: big, replicas: [{{url: 'http://localhost:1'}}]}}]\ncontent_rules: [{rule}]\n"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_config(path)
+    check_settings_error(tmp_path, f"content_rules: [{rule}]", message)

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.fake_upstream import UpstreamRequest
-from tests.support.organisations import AdminGateway, Json, run_admin_gateway, unique_name
+from tests.support.fake_upstream import repeat_prompt
+from tests.support.gateway_client import ONE_MODEL, check_settings_error
+from tests.support.organisations import AdminGateway, Json, run_admin_gateway
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
@@ -20,11 +21,9 @@ from argosy.deployment import (
     PromptRule,
     RouteConfig,
     check_files,
-    load_config,
 )
 from argosy.policy.traffic import FeatureFlag
 
-MODELS = "models: [{name: big, replicas: [{url: 'http://localhost:1'}]}]\n"
 SWITCH = {"variants": {"on": True, "off": False}, "defaultVariant": "off"}
 LEVELS = {"variants": {"low": 1, "high": 2}, "defaultVariant": "low"}
 LEVEL = f"feature_flags: {{f: {json.dumps(LEVELS)}}}\nroutes: [{{target_model: big, "
@@ -47,13 +46,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-async def repeat_prompt(request: UpstreamRequest) -> None:
-    """Answer with the prompt."""
-    choice = {"index": 0, "text": request.body["prompt"], "finish_reason": "stop"}
-    usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    request.send_json(200, {"choices": [choice], "usage": usage})
-
-
 async def use(gateway: AdminGateway, headers: Json, user: str = "u") -> tuple[str, Json]:
     """Return the text of an answer, and the variants of the flags by the explanation."""
     body = {"model": "big", "prompt_id": "p", "user": user}
@@ -67,10 +59,7 @@ async def use(gateway: AdminGateway, headers: Json, user: str = "u") -> tuple[st
 async def test_operators_switch_what_rules_read(tmp_path: Path) -> None:
     async with run_admin_gateway(tmp_path, script=repeat_prompt, **SETTINGS) as gateway:
         client, root = gateway.client, gateway.root_headers
-        organisation = gateway.create_organisation("tenant")
-        project = gateway.store.accounts.create_project(organisation, "web", actor="test").id
-        body = {"project": project, "name": unique_name(), "role": "user"}
-        key = {"authorization": f"Bearer {(await gateway.create('/admin/keys', body))['key']}"}
+        organisation, key, _ = await gateway.add_tenant()
         assert await use(gateway, key) == (
             "Old jo@example.com",
             {"label": "off", "level": "low", "unread": "off"},
@@ -161,17 +150,14 @@ async def test_operators_switch_what_rules_read(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_settings_say_what_to_change(settings: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text(f"{MODELS}{settings}\n")
-    with pytest.raises(ValueError, match=message):
-        load_config(path)
+    check_settings_error(tmp_path, settings, message)
 
 
 def test_flags_that_nothing_reads_are_named(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     flags = json.dumps({"read": SWITCH, "idle": SWITCH})
     path.write_text(
-        f"{MODELS}feature_flags: {flags}\nroutes: [{{target_model: big, flag: read}}]\n"
+        f"{ONE_MODEL}feature_flags: {flags}\nroutes: [{{target_model: big, flag: read}}]\n"
     )
     (warning,) = check_files([path]).warnings
     assert "feature_flags.idle" in warning

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.support.fake_upstream import UpstreamRequest, listening
-from tests.support.gateway_client import run_gateway_server
+from tests.support.fake_upstream import listening, repeat_prompt
+from tests.support.gateway_client import check_settings_error, run_gateway_server
 from tests.support.native_upstream import NativeScript, NativeUpstream
-from tests.support.organisations import AdminGateway, Json, run_admin_gateway, unique_name
+from tests.support.organisations import Json, run_admin_gateway
 
 from argosy.deployment import (
     GatewayConfig,
@@ -19,7 +19,6 @@ from argosy.deployment import (
     PromptConfig,
     PromptRule,
     ReplicaConfig,
-    load_config,
 )
 from argosy.policy.prompts import PromptMessage
 
@@ -208,37 +207,13 @@ async def test_completions_take_only_texts(gateway: PromptGateway) -> None:
     ],
 )
 def test_invalid_settings_say_what_to_change(settings: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "gateway.yaml"
-    path.write_text(
-        f"models: [{{name: big, replicas: [{{url: 'http://localhost:1'}}]}}]\n{settings}\n"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_config(path)
-
-
-async def repeat_prompt(request: UpstreamRequest) -> None:
-    """Answer with the prompt."""
-    choice = {"index": 0, "text": request.body["prompt"], "finish_reason": "stop"}
-    usage = {"prompt_tokens": 1, "completion_tokens": 2}
-    request.send_json(200, {"choices": [choice], "usage": usage})
-
-
-async def add_tenant(gateway: AdminGateway) -> tuple[Json, Json]:
-    """Return headers of a user and of an operator of a new organisation."""
-    organisation = gateway.create_organisation("tenant")
-    project = gateway.store.accounts.create_project(organisation, "web", actor="test").id
-    bodies = [
-        {"project": project, "name": unique_name(), "role": role} for role in ("user", "operator")
-    ]
-    keys = [(await gateway.create("/admin/keys", body))["key"] for body in bodies]
-    user, operator = ({"authorization": f"Bearer {key}"} for key in keys)
-    return user, operator
+    check_settings_error(tmp_path, settings, message)
 
 
 async def test_labels_of_a_tenant_move_at_once_and_others_see_nothing(tmp_path: Path) -> None:
     async with run_admin_gateway(tmp_path, script=repeat_prompt) as gateway:
-        user, operator = await add_tenant(gateway)
-        foreign, foreign_operator = await add_tenant(gateway)
+        _, user, operator = await gateway.add_tenant()
+        _, foreign, foreign_operator = await gateway.add_tenant()
 
         async def add(text: str, headers: Json = operator, **fields: Any) -> httpx2.Response:  # noqa: ANN401
             body = {"name": "greeting", "content": {"text": text}} | fields
