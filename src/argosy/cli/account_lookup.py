@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -215,6 +215,12 @@ def account_names(store: Store) -> dict[str, str]:
         | _disambiguate_names({item.id: item.email for item in accounts.list_users()})
         | {item.id: f"{item.name} ({item.prefix}-...)" for item in accounts.list_keys()}
     )
+
+
+def format_owner(names: Mapping[str, str], organisation: str | None, project: str | None) -> str:
+    """Return the owner of an adapter or a prompt for a table. `names` are those of `account_names`."""
+    owners = [each for each in (organisation, project) if each is not None]
+    return "/".join(names.get(each, each) for each in owners) or "all"
 
 
 def _disambiguate_names(names_by_id: dict[str, str]) -> dict[str, str]:

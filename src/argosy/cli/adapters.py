@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from argosy.cli.account_lookup import (
     find_id,
     find_organisation,
     find_project,
+    format_owner,
     given_changes,
     open_existing_store,
     open_or_create_store,
@@ -92,7 +93,7 @@ def list_adapters(
         lambda adapter: (
             adapter["name"],
             adapter["base_model"],
-            _format_owner(adapter, names),
+            format_owner(names, adapter["organisation"], adapter["project"]),
             shorten_digests(adapter["digest"]),
             shorten_digests(adapter["candidate"] or ""),
             adapter["rollout_status"],
@@ -312,11 +313,6 @@ def describe_adapter(store: Store, adapter: Adapter) -> dict[str, Any]:
         "rollout_status": describe_rollout(adapter, verdict),
         "evidence": [] if verdict is None else verdict.metrics,
     }
-
-
-def _format_owner(adapter: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    owners = [adapter["organisation"], adapter["project"]]
-    return "/".join(names.get(owner, owner) for owner in owners if owner is not None) or "all"
 
 
 def _print_json(value: object) -> None:

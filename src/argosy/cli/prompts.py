@@ -16,6 +16,7 @@ from argosy.cli.account_lookup import (
     find_id,
     find_organisation,
     find_project,
+    format_owner,
     open_existing_store,
     open_or_create_store,
 )
@@ -55,7 +56,7 @@ def list_prompts(
             prompt.name,
             prompt.version,
             ", ".join(prompt.labels),
-            "/".join(names.get(each, each) for each in _list_owners(prompt)) or "all",
+            format_owner(names, prompt.organisation, prompt.project),
             prompt.created_by,
             prompt.id,
         ),
@@ -218,7 +219,7 @@ def _find_prompt(store: Store, reference: str, organisation: str | None) -> Prom
         return named[0]
     name, _, version = reference.partition("@")
     versions = sorted((each for each in known if each.name == name), key=lambda each: each.version)
-    owners = {tuple(_list_owners(each)) for each in versions}
+    owners = {(each.organisation, each.project) for each in versions}
     if len(owners) > 1:
         raise ValueError(
             f"there is more than one prompt {name!r}; see `argosy prompts list` for ids, or give --organisation"
@@ -232,7 +233,3 @@ def _find_prompt(store: Store, reference: str, organisation: str | None) -> Prom
             f"there is no prompt {name!r} with the version {wanted!r}; see `argosy prompts list`"
         )
     return found[0]
-
-
-def _list_owners(prompt: Prompt) -> list[str]:
-    return [each for each in (prompt.organisation, prompt.project) if each is not None]
