@@ -10,7 +10,7 @@ import { Table } from "./table.js";
 const FIELDS = [
   { name: "name", label: "Name", isRequired: true, hint: "Model name of requests. A known name gets a candidate, which is rolled out." },
   { name: "base_model", label: "Base model", isRequired: true }, { name: "digest", label: "Digest", isRequired: true, hint: "sha256:..., as `argosy models pull` prints it." },
-  { name: "organisation", label: "Organisation id", hint: "Empty: all of your role." }, { name: "project", label: "Project id" },
+  { name: "organisation", label: "Organisation id", hint: "Empty: your organisation, or all callers for a role of the whole gateway." }, { name: "project", label: "Project id" },
 ];
 
 // The buttons of one adapter. Those of a fleet file are changed there.
