@@ -120,8 +120,7 @@ async def render_fields(
             messages = msgspec.json.decode(raw.get(prompt_field, b"[]"), type=list[Raw])
         rendered = compiled.render(variables, messages)
     except PromptError as error:
-        message = f"The prompt {prompt.reference} cannot be rendered: {error}"
-        raise ApiError(400, "invalid_prompt_variables", message, param=_VARIABLES) from error
+        raise refuse_variables(prompt, error) from error
     except msgspec.ValidationError as error:
         raise invalid_request("'messages' must be a list. Send one.", prompt_field) from error
     fields: dict[str, Any] = {
@@ -140,6 +139,12 @@ async def render_fields(
     else:
         fields[prompt_field] = rendered.text
     return msgspec.json.encode(fields)
+
+
+def refuse_variables(prompt: Prompt, error: PromptError) -> ApiError:
+    """Return the response to variables with which a prompt cannot be rendered."""
+    message = f"The prompt {prompt.reference} cannot be rendered: {error}"
+    return ApiError(400, "invalid_prompt_variables", message, param=_VARIABLES)
 
 
 def _select_defaults(content: PromptContent, raw: Mapping[str, Raw]) -> dict[str, Any]:

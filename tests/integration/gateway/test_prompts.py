@@ -247,6 +247,11 @@ async def test_labels_of_a_tenant_move_at_once_and_others_see_nothing(tmp_path: 
         asked = {"prompt_id": "greeting", "prompt_variables": {"x": "Jo"}}
         rendered = await gateway.client.post("/admin/prompts/render", json=asked, headers=operator)
         assert rendered.json().items() >= {"prompt": "greeting@2", "text": "Two Jo"}.items()
+        asked["prompt_variables"] = {"y": "Jo"}
+        refused = await gateway.client.post("/admin/prompts/render", json=asked, headers=operator)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "invalid_prompt_variables")
+        assert error["message"].startswith("The prompt greeting@2 cannot be rendered: there is no")
         assert (await gateway.client.delete(path, headers=operator)).status_code == 409
         deleted = await gateway.client.delete(f"/admin/prompts/{first['id']}", headers=operator)
         assert deleted.status_code == 200

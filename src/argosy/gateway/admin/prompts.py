@@ -18,7 +18,8 @@ from argosy.gateway.admin.schemas import (
     to_page,
     to_view,
 )
-from argosy.policy.prompts import compile_prompt, decode_prompt
+from argosy.gateway.prompt_rendering import refuse_variables
+from argosy.policy.prompts import PromptError, compile_prompt, decode_prompt
 from argosy.protocol import ApiError
 from argosy.store import ConflictError, Prompt
 
@@ -96,8 +97,11 @@ def render_prompt(scope: AdminScope, request: AdminRequest) -> RenderedPromptVie
     """Render a prompt without sending it to a model."""
     body = request.body
     prompt = _find_prompt(scope, request)
-    compiled = compile_prompt(prompt.content)
-    rendered = compiled.render(body.prompt_variables, body.messages)
+    try:
+        compiled = compile_prompt(prompt.content)
+        rendered = compiled.render(body.prompt_variables, body.messages)
+    except PromptError as error:
+        raise refuse_variables(prompt, error) from error
     return RenderedPromptView(
         id=prompt.id,
         prompt=prompt.reference,

@@ -43,7 +43,7 @@ class PromptIndex:
         found = (self._prompts.get(scope, {}).get(name) for scope in list_scopes(principal))
         versions = next((each for each in found if each), None)
         if versions is None:
-            message = f"The prompt {name[:100]!r} does not exist. `argosy prompts list` shows those that do."
+            message = f"The prompt {name[:100]!r} does not exist. Correct its name, or add it."
             raise ApiError(404, "prompt_not_found", message, param="prompt_id")
         if version == LATEST:
             return versions[-1]
