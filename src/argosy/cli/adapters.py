@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +78,7 @@ def list_adapters(
         with open_existing_store(store) as opened_store:
             owner = find_id(find_organisation, opened_store, organisation)
             listed = opened_store.adapters.list_adapters(owner)
-            found = [describe_adapter(opened_store, each) for each in listed]
+            found = describe_adapters(opened_store, listed)
             names = account_names(opened_store)
     if json:
         _print_json(found)
@@ -129,7 +129,7 @@ def show(
     """Print an adapter as JSON, with the evidence of the rollout of its candidate."""
     with open_existing_store(store) as opened_store:
         found = _find_adapter(opened_store, adapter, organisation)
-        _print_json(describe_adapter(opened_store, found))
+        _print_json(describe_adapters(opened_store, [found])[0])
 
 
 @app.command()
@@ -303,16 +303,21 @@ def _find_adapter(store: Store, reference: str, organisation: str | None) -> Ada
     )
 
 
-def describe_adapter(store: Store, adapter: Adapter) -> dict[str, Any]:
-    """Return the fields of an adapter, with the state and the evidence of its rollout."""
+def describe_adapters(store: Store, adapters: Sequence[Adapter]) -> list[dict[str, Any]]:
+    """Return the fields of adapters, with the states and the evidence of their rollouts."""
     from argosy.gateway import describe_rollout, read_verdict
 
-    documents = store.adapters.read_evidence([adapter.id])
-    verdict = read_verdict(adapter, documents.get(adapter.id), time.time())
-    return asdict(adapter) | {
-        "rollout_status": describe_rollout(adapter, verdict),
-        "evidence": [] if verdict is None else verdict.metrics,
-    }
+    compared = [each.id for each in adapters if each.candidate is not None]
+    documents = store.adapters.read_evidence(compared)
+    described = []
+    for adapter in adapters:
+        verdict = read_verdict(adapter, documents.get(adapter.id), time.time())
+        fields = {
+            "rollout_status": describe_rollout(adapter, verdict),
+            "evidence": [] if verdict is None else verdict.metrics,
+        }
+        described.append(asdict(adapter) | fields)
+    return described
 
 
 def _print_json(value: object) -> None:

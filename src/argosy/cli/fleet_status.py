@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from argosy.cli.account_lookup import StoreUrl, open_existing_store
-from argosy.cli.adapters import describe_adapter
+from argosy.cli.adapters import describe_adapters
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.fleet_target import (
     FilesOption,
@@ -70,7 +70,7 @@ class StoredFleetReader:
     def list_adapters(self) -> list[dict[str, Any]]:
         """Return the adapters of the registry, with the states of their rollouts."""
         store = self.target.store
-        return [describe_adapter(store, each) for each in store.adapters.list_adapters()]
+        return describe_adapters(store, store.adapters.list_adapters())
 
     def list_events(
         self, *, after: int, limit: int, replica: str | None
