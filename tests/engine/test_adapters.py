@@ -16,11 +16,10 @@ from argosy.engine.engine_config import QuantizeSetting
 from argosy.engine.execution.kernels.cpu.device import create_cpu_device
 from argosy.engine.execution.kernels.torch.lora import (
     AdapterWeights,
-    LinearUpdate,
-    OutputRun,
     TorchRowAdapters,
 )
 from tests.engine.adapter_files import ATTENTION, MLP, write_adapter
+from tests.engine.adapter_updates import draw_updates
 from tests.engine.decoder_driver import DecoderDriver, load_checkpoint
 from tests.engine.test_families import FAMILIES, MODELS
 from tests.engine.transformers_reference import Reference, make_reference
@@ -204,17 +203,7 @@ def test_kernel_equals_torch_for_any_ranks_and_sizes(isa: str) -> None:
         (torch.float16, (4,), 32, ((0, 16),)),
     ):
         outs = 1000
-        firsts = [sum(ranks[:number]) for number in range(len(ranks))]
-        runs = tuple(
-            # a third run has the ranks of the first one
-            OutputRun(first, firsts[i % len(ranks)], draw(size, ranks[i % len(ranks)]).to(dtype))
-            for i, (first, size) in enumerate(splits)
-        )
-        a = (draw(sum(ranks), cols) / cols**0.5).to(dtype)
-        updates = [
-            LinearUpdate(a, runs),
-            LinearUpdate(a, runs[:1], gain=1 + 0.1 * draw(outs), offset=draw(outs)),
-        ]
+        updates = draw_updates(generator, dtype, ranks, cols, splits, outs)
         adapters = [AdapterWeights({2: update}) for update in updates]
         x = draw(40, 2 * cols).to(dtype)[:, ::2]
         before = draw(40, outs).to(dtype)

@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 
 from argosy.engine.execution.kernels.gpu.lora import GpuRowAdapters, create_gpu_adapter
-from argosy.engine.execution.kernels.torch.lora import (
-    AdapterWeights,
-    LinearUpdate,
-    OutputRun,
-    TorchRowAdapters,
-)
+from argosy.engine.execution.kernels.torch.lora import AdapterWeights, TorchRowAdapters
+from tests.engine.adapter_updates import draw_updates
 from tests.engine.gpu.device import DEVICE, INTERPRETED
 from tests.engine.gpu.host_device import HostDevice
 
@@ -38,17 +34,7 @@ def test_rows_equal_those_of_torch_and_do_not_depend_on_others(
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    firsts = [sum(ranks[:number]) for number in range(len(ranks))]
-    runs = tuple(
-        # a third run has the ranks of the first one
-        OutputRun(first, firsts[i % len(ranks)], draw(size, ranks[i % len(ranks)]).to(dtype))
-        for i, (first, size) in enumerate(splits)
-    )
-    a = (draw(sum(ranks), cols) / cols**0.5).to(dtype)
-    updates = [
-        LinearUpdate(a, runs),
-        LinearUpdate(a, runs[:1], gain=1 + 0.1 * draw(OUTS), offset=draw(OUTS)),
-    ]
+    updates = draw_updates(generator, dtype, ranks, cols, splits, OUTS)
     adapters = [AdapterWeights({2: update}) for update in updates]
     x, before = draw(ROWS, 2 * cols).to(dtype)[:, ::2], draw(ROWS, OUTS).to(dtype)
     before[:, ::3] = -0.0  # to which a base row must not add 0

@@ -40,6 +40,23 @@ def train(policy: DraftLengthPolicy, acceptance: float) -> DraftHistory:
     return history
 
 
+def create_measured(
+    steps: list[tuple[int, int, float]],
+    sequences: list[tuple[int, float]],
+    num_decodes: int,
+    ridge: int = RIDGE,
+) -> tuple[DraftLengthPolicy, list[DraftCandidate]]:
+    """Return a policy with measured steps, one without drafts among them, and a candidate for each sequence."""
+    policy = DraftLengthPolicy(ridge)
+    for step in steps:
+        policy.record_step(*step)
+    candidates = [
+        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
+    ]
+    policy.record_step(num_decodes, 0, 0.02)
+    return policy, candidates
+
+
 @given(step_records, acceptances, st.integers(0, 20), st.integers(0, 30), st.integers(4, 300))
 def test_lengths_are_within_all_bounds(
     steps: list[tuple[int, int, float]],
@@ -48,14 +65,8 @@ def test_lengths_are_within_all_bounds(
     prefill_tokens: int,
     ridge: int,
 ) -> None:
-    policy = DraftLengthPolicy(ridge)
-    for step in steps:
-        policy.record_step(*step)
-    candidates = [
-        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
-    ]
-    num_decodes = len(candidates) + others
-    policy.record_step(num_decodes, 0, 0.02)
+    num_decodes = len(sequences) + others
+    policy, candidates = create_measured(steps, sequences, num_decodes, ridge)
     for _ in range(FIRST_PROBE_WAIT + 2):
         lengths = policy.select_lengths(candidates, num_decodes, prefill_tokens)
         assert len(lengths) == len(candidates)
@@ -74,14 +85,8 @@ def test_lengths_are_within_all_bounds(
 def test_drafts_never_lower_the_expected_rate(
     steps: list[tuple[int, int, float]], sequences: list[tuple[int, float]], others: int
 ) -> None:
-    policy = DraftLengthPolicy(RIDGE)
-    for step in steps:
-        policy.record_step(*step)
-    candidates = [
-        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
-    ]
-    num_decodes = len(candidates) + others
-    policy.record_step(num_decodes, 0, 0.02)
+    num_decodes = len(sequences) + others
+    policy, candidates = create_measured(steps, sequences, num_decodes)
     lengths = policy.select_lengths(candidates, num_decodes)
     tokens = float(num_decodes)
     for length, candidate in zip(lengths, candidates, strict=True):
@@ -199,13 +204,7 @@ def test_passes_of_a_draft_model_must_pay() -> None:
 def test_steps_are_no_longer_than_their_sequences_may_lose(
     steps: list[tuple[int, int, float]], sequences: list[tuple[int, float]], max_loss: float
 ) -> None:
-    policy = DraftLengthPolicy(RIDGE)
-    for step in steps:
-        policy.record_step(*step)
-    candidates = [
-        DraftCandidate(train(policy, acceptance), LOOKUP, size) for size, acceptance in sequences
-    ]
-    policy.record_step(len(candidates), 0, 0.02)
+    policy, candidates = create_measured(steps, sequences, len(sequences))
     drafted = sum(policy.select_lengths(candidates, len(candidates), 0, max_loss))
     cost = policy.step_cost(len(candidates) + drafted) / policy.step_cost(len(candidates))
     assert drafted <= 1 or cost <= 1.0 + max_loss
