@@ -150,13 +150,11 @@ class _Load:
                 self._asleep_s.clear()
             for name, view in (await self.read_views()).items():
                 if name == self._names[number % len(self._names)]:
-                    body = {"replica": view["replica"]}
-                    await self._server.client.post("/admin/replicas/sleep", json=body)
+                    await self._put_to_sleep(view)
                     await self._ask(name)
         wakes_s = [view["wake_s"] for view in (await self.read_views()).values()]
         for view in (await self.read_views()).values():
-            body = {"replica": view["replica"]}
-            await self._server.client.post("/admin/replicas/sleep", json=body)
+            await self._put_to_sleep(view)
         await asyncio.sleep(MEMORY_REPORT_S)
         return {
             "load": "free memory",
@@ -190,6 +188,10 @@ class _Load:
             "wake_p50_s": statistics.median(wakes_s),
             **self._take_results(),
         }
+
+    async def _put_to_sleep(self, view: dict[str, Any]) -> None:
+        body = {"replica": view["replica"]}
+        (await self._server.client.post("/admin/replicas/sleep", json=body)).raise_for_status()
 
     def _take_results(self) -> dict[str, Any]:
         asleep_s, awake_s, failures = self._asleep_s, self._awake_s, self._failures
