@@ -228,8 +228,9 @@ async def test_answers_of_other_engines_in_one_piece() -> None:
         text = "an attack" if "bad" in json.dumps(request.body) else "fine"
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": text},
+            "message": {"role": "assistant", "content": text, "audio": {"transcript": text}},
             "finish_reason": "stop",
+            "token_ids": [1, 2],
         }
         answer = {
             "id": "x",
@@ -258,6 +259,7 @@ async def test_answers_of_other_engines_in_one_piece() -> None:
                 body = {"model": "big", "messages": [{"role": "user", "content": prompt}]}
                 (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
                 assert (choice["message"]["content"], choice["finish_reason"]) == (text, reason)
+                assert ("audio" in choice["message"]) == ("token_ids" in choice) == bool(text)
 
 
 async def test_tenants_do_not_learn_which_texts_of_others_were_approved(tmp_path: Path) -> None:

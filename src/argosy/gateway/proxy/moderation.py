@@ -395,13 +395,13 @@ class ModerationWriter(WrappingWriter):
                     self._context, piece
                 )
         if self._is_refused:
-            for choice in response["choices"]:
-                message = choice.get("message", choice)
-                for holder, field, _ in list(find_texts(message)):
-                    holder[field] = ""
-                message.pop("tool_calls", None)
-                message.pop("function_call", None)
-                choice |= {"finish_reason": STOPPED, "logprobs": None}
+            message = {"role": "assistant", "content": "", "refusal": None}
+            response["choices"] = [
+                _build_stopped_choice(
+                    each["index"], {"message": message} if "message" in each else {"text": ""}
+                )
+                for each in response["choices"]
+            ]
             body = _encode(response)
         return await self._writer.review_body(body)
 
@@ -442,16 +442,18 @@ def _remove_text(events: bytes) -> bytes:
         choices = chunk.get("choices")
         if choices:
             chunk["choices"] = [
-                {
-                    "index": each["index"],
-                    **({"delta": {}} if "delta" in each else {"text": ""}),
-                    "logprobs": None,
-                    "finish_reason": STOPPED,
-                    "stop_reason": None,
-                }
+                _build_stopped_choice(
+                    each["index"], {"delta": {}} if "delta" in each else {"text": ""}
+                )
                 for each in choices
                 if each.get("finish_reason") is not None
             ]
         if not choices or chunk["choices"]:
             output.append(format_event(_encode(chunk)))
     return b"".join(output)
+
+
+def _build_stopped_choice(index: int, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the end of a choice whose text is refused. Any other field of it might repeat the text."""
+    end = {"logprobs": None, "finish_reason": STOPPED, "stop_reason": None}
+    return {"index": index, **text, **end}
