@@ -7,10 +7,11 @@ of a model, a Presidio analyzer finds entities.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,7 +22,7 @@ import structlog
 
 from argosy.deployment import Moderation
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
-from argosy.gateway.content_session import OVERLAP_CHARS, split_text
+from argosy.gateway.content_session import OVERLAP_CHARS, ContentSession, split_text
 from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.proxy.content_writer import STOPPED, find_texts
 from argosy.gateway.proxy.model_call import ModelCaller
@@ -85,16 +86,15 @@ class Moderator:
         Raises:
             ApiError: 400 if it is refused. 503 if it could not be moderated, unless the rule lets it pass then.
         """
-        session = context.content
-        assert session is not None  # noqa: S101 - checked by the caller
+        session, moderation = _read_settings(context)
         names = context.api.text_fields
         pieces = session.list_prompt_pieces(context.fields, names)
         label: str | None = UNAVAILABLE
         if len(pieces) <= MAX_PROMPT_PIECES:
-            if session.moderation is not None and session.moderation.action == "redact":
+            if moderation.action == "redact":
                 await session.rewrite_prompt(context.fields, names, partial(self._redact, context))
                 return
-            labels = await asyncio.gather(*(self.find_label(context, each) for each in pieces))
+            labels = await asyncio.gather(*(self._find_label(context, each) for each in pieces))
             # A piece without a verdict may pass, but not another one's label.
             label = min(filter(None, labels), key=UNAVAILABLE.__eq__, default=None)
         if label is None or not self._decide(context, "input", label):
@@ -106,14 +106,12 @@ class Moderator:
 
     async def refuses_output(self, context: RequestContext, text: str) -> bool:
         """Return whether a part of an answer may not be sent."""
-        label = await self.find_label(context, text)
+        label = await self._find_label(context, text)
         return label is not None and self._decide(context, "output", label)
 
-    async def find_label(self, context: RequestContext, text: str) -> str | None:
+    async def _find_label(self, context: RequestContext, text: str) -> str | None:
         """Return the label for which a text is refused, or `UNAVAILABLE`; None if it is accepted."""
-        session = context.content
-        moderation = None if session is None else session.moderation
-        assert moderation is not None  # noqa: S101 - checked by the callers
+        _, moderation = _read_settings(context)
         identity = _encode(
             (
                 moderation.model,
@@ -128,22 +126,29 @@ class Moderator:
         if digest in self._approved:
             self._approved.move_to_end(digest)
             return None
-        tenant = context.principal.tenant
         try:
-            async with (
-                asyncio.timeout(moderation.timeout_s),
-                self._slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)),
-            ):
+            async with self._hold_slot(context, moderation):
                 label = await self._ask(context, moderation, text)
         except (ApiError, *_FAILURES) as error:
-            reason = error.message if isinstance(error, ApiError) else type(error).__name__
-            log.warning("moderation_failed", model=moderation.model or "", reason=reason)
+            _log_failure(moderation, error)
             return UNAVAILABLE
         if label is None:
             self._approved[digest] = None
             if len(self._approved) > MAX_APPROVED_TEXTS:
                 self._approved.popitem(last=False)
         return label
+
+    @contextlib.asynccontextmanager
+    async def _hold_slot(
+        self, context: RequestContext, moderation: Moderation
+    ) -> AsyncIterator[None]:
+        """Hold a slot of the tenant for one verdict. Raises TimeoutError if that, or the verdict, takes too long."""
+        slots = asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)
+        async with (
+            asyncio.timeout(moderation.timeout_s),
+            self._slots.setdefault(context.principal.tenant, slots),
+        ):
+            yield
 
     async def _ask(self, context: RequestContext, moderation: Moderation, text: str) -> str | None:
         """Return the label for which the model refuses a text; None if it accepts it."""
@@ -169,19 +174,12 @@ class Moderator:
 
     async def _redact(self, context: RequestContext, text: str) -> str:
         """Return a text of a prompt with entities replaced. Raises ApiError: 503 if that fails, unless it may pass."""
-        session = context.content
-        assert session is not None  # noqa: S101 - checked by the caller
-        moderation = session.moderation
-        assert moderation is not None  # noqa: S101
-        tenant = context.principal.tenant
+        session, moderation = _read_settings(context)
         try:
-            async with (
-                asyncio.timeout(moderation.timeout_s),
-                self._slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT_PER_TENANT)),
-            ):
+            async with self._hold_slot(context, moderation):
                 entities = await self._analyze(moderation, text)
         except _FAILURES as error:
-            log.warning("moderation_failed", model="", reason=type(error).__name__)
+            _log_failure(moderation, error)
             if self._decide(context, "input", UNAVAILABLE):
                 raise _unavailable_error() from None
             return text
@@ -221,13 +219,25 @@ class Moderator:
     @staticmethod
     def _decide(context: RequestContext, side: str, label: str) -> bool:
         """Count a label, and return whether the text is refused for it."""
-        session = context.content
-        assert session is not None  # noqa: S101 - checked by the callers
-        assert session.moderation is not None  # noqa: S101
-        is_refused = label != UNAVAILABLE or session.moderation.fail == "closed"
+        session, moderation = _read_settings(context)
+        is_refused = label != UNAVAILABLE or moderation.fail == "closed"
         name = label if label == UNAVAILABLE else f"moderation:{label}"
         session.findings[side, name, "stop" if is_refused else "report"] += 1
         return is_refused
+
+
+def _read_settings(context: RequestContext) -> tuple[ContentSession, Moderation]:
+    """Return the content session of a request with moderation, and the settings of that."""
+    session = context.content
+    moderation = None if session is None else session.moderation
+    assert session is not None  # noqa: S101 - checked by the handlers
+    assert moderation is not None  # noqa: S101
+    return session, moderation
+
+
+def _log_failure(moderation: Moderation, error: Exception) -> None:
+    reason = error.code if isinstance(error, ApiError) else type(error).__name__
+    log.warning("moderation_failed", model=moderation.model or "", reason=reason)
 
 
 def _unavailable_error() -> ApiError:
@@ -272,10 +282,8 @@ class ModerationWriter(WrappingWriter):
             moderator: Decides about the parts.
         """
         super().__init__(writer)
-        session = context.content
-        assert session is not None  # noqa: S101 - checked by the caller
-        assert session.moderation is not None  # noqa: S101
-        self._window_chars = session.moderation.window_chars
+        _, moderation = _read_settings(context)
+        self._window_chars = moderation.window_chars
         self._context = context
         self._moderator = moderator
         self._held: deque[tuple[bytes, dict[int, str]]] = deque()
