@@ -80,10 +80,10 @@ class TruncationFilter:
                 context.fields.raw.pop("truncation", None)
                 if not context.fields.exceeds_token_limit(limit):
                     return  # the replica checks it
-                reason = "and no replica of it counts tokens to truncate it"
+                reason = "and no replica of the model counts tokens, so that it cannot be truncated"
                 raise _too_long(limit, reason) from None
         if dropped is None:
-            raise _too_long(limit, "also without the turns that may be dropped")
+            raise _too_long(limit, "even without the turns that may be dropped")
         context.fields.raw.pop("truncation", None)
         if dropped:
             _drop(context, rule, messages, dropped)
@@ -257,7 +257,7 @@ def _drop(
 
 def _too_long(limit: int, reason: str) -> ApiError:
     message = (
-        f"This model's maximum context length is {limit} tokens, and the prompt is longer, {reason}. "
+        f"This model's maximum context length is {limit} tokens. The prompt is longer, {reason}. "
         "Send a shorter one."
     )
     return invalid_request(message, "messages", "context_length_exceeded")
