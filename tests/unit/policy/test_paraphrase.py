@@ -81,6 +81,15 @@ def test_bounds_are_those_of_clopper_and_pearson() -> None:
     assert upper_bound(0, 0) == upper_bound(3, 3) == 1
 
 
+def test_bounds_of_large_counts_are_normal() -> None:
+    """They are computed for each page of figures, in the loop of the gateway."""
+    total = 10_000_000
+    deviation = (0.25 / total) ** 0.5
+    assert upper_bound(total // 2, total) == pytest.approx(0.5 + 1.6449 * deviation, abs=1e-6)
+    low, high = interval(total // 2, total)
+    assert (high - 0.5, 0.5 - low) == pytest.approx((1.96 * deviation,) * 2, rel=1e-3)
+
+
 def test_index_equals_a_plain_search_and_keeps_its_bounds() -> None:
     random = np.random.default_rng(1)
     index, kept = VectorIndex(10**6), dict[tuple[str, str], list[tuple[str, np.ndarray]]]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -94,16 +95,22 @@ def interval(count: int, total: int) -> tuple[float, float]:
 
 
 def _binomial_cdf(count: int, total: int, share: float) -> float:
-    """Return the probability of at most `count` of `total` events of probability `share`, between 0 and 1."""
-    log_share, log_other = math.log(share), math.log1p(-share)
-    start = math.lgamma(total + 1)
-    return math.fsum(
-        math.exp(
-            start
-            - math.lgamma(each + 1)
-            - math.lgamma(total - each + 1)
-            + each * log_share
-            + (total - each) * log_other
-        )
-        for each in range(count + 1)
+    """Return the probability of at most `count` of `total` events of probability `share`.
+
+    The share is between `count / total` and 1. Fewer events are ever less probable then, so that the sum needs about
+    as many terms as the square root of `total`.
+    """
+    term = math.exp(
+        math.lgamma(total + 1)
+        - math.lgamma(count + 1)
+        - math.lgamma(total - count + 1)
+        + count * math.log(share)
+        + (total - count) * math.log1p(-share)
     )
+    sum_ = 0.0
+    for each in range(count, -1, -1):
+        sum_ += term
+        term *= each / (total - each + 1) * (1 - share) / share
+        if term <= sum_ * sys.float_info.epsilon:
+            break
+    return sum_
