@@ -201,8 +201,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """When a larger model answers in place of this one; None if never."""
     max_cached_age_s: float = 0.0
     """Age of the oldest cached answer that a route permits. The cache rule may permit older ones."""
-    follow_later_routes: Callable[[RequestContext, Any], Awaitable[None]] | None = None
-    """Lets the model of a later route answer, if the cache has no answer. Gets the request and its relay."""
+    follow_later_routes: Callable[[RequestContext, Any, Any], Awaitable[None]] | None = None
+    """Lets the model of a later route answer, if the cache has no answer. Gets the request, relay and writer."""
     refusal: str = ""
     """Message with which a route refuses the request, unless the cache has an answer."""
     conversation: bytes = b""

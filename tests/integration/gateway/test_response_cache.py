@@ -367,6 +367,28 @@ async def test_others_compute_in_turn_if_the_first_one_fails(
         assert count(replica) == computed
 
 
+async def test_others_receive_no_part_of_an_answer_that_another_model_gives() -> None:
+    """The answer is not kept, so that they would wait for an end that does not come."""
+    weak, spare = GatedReplica(failures=9), GatedReplica()
+    spare.gate.set()
+    async with contextlib.AsyncExitStack() as stack:
+        models = []
+        for name, replica, fallbacks in (("big", weak, ("spare",)), ("spare", spare, ())):
+            await stack.enter_async_context(listening(replica))
+            entry = ReplicaConfig(url=replica.url, kind="argosy", model="m")
+            models.append(ModelConfig(name=name, replicas=[entry], fallback_models=fallbacks))
+        config = GatewayConfig(port=0, models=models, cache_rules=[CacheRule(model="big")],
+                               max_failed_attempts=1)  # fmt: skip
+        _, client = await stack.enter_async_context(run_gateway_server(config))
+        (crowd,) = await stack.enter_async_context(open_crowd(client))
+        asked = [asyncio.create_task(ask(crowd, stream=True)) for _ in range(5)]
+        await wait_in_flight(client, 5)
+        weak.gate.set()
+        for response in await asyncio.gather(*asked):
+            assert response.text.endswith("data: [DONE]\n\n"), response.text
+            assert response.headers["x-argosy-model"] == "spare"
+
+
 async def test_content_rules_filter_replayed_answers() -> None:
     rule = ContentRule(headers={"x-filter": "1"}, output={"email": "redact"})
     async with caching_gateway(content_rules=[rule]) as (client, replica):

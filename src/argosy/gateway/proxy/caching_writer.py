@@ -109,6 +109,11 @@ class CachingWriter(WrappingWriter):
             self._recorded_bytes = 0
         return is_discarded
 
+    def release(self) -> None:
+        """Neither keep the answer nor send it to others, because the key has another model."""
+        if self._flight is not None:
+            self._drop(self._flight)
+
     def continue_without_client(self, abort: Callable[[], object]) -> bool:
         flight = self._flight
         if flight is None or not flight.continue_without_client(abort):
@@ -128,8 +133,6 @@ class CachingWriter(WrappingWriter):
         if flight is not None and not flight.is_ended:
             chunks, entry = flight.chunks, None
             is_complete = self._is_finished or context.status == "completed"
-            if context.failed_models and context.cascade is None:
-                is_complete = False  # the key has another model
             choice_count = context.fields.choice_count
             if chunks and is_complete and len(context.delivered.finish_reasons) == choice_count:
                 duration_s = time.monotonic() - self._computed_from

@@ -541,7 +541,7 @@ class CompletionHandlers:
                 await self._admit(context, relay)
                 if not (isinstance(writer, WrappingWriter) and await writer.replay()):
                     if context.follow_later_routes is not None:
-                        await context.follow_later_routes(context, relay)
+                        await context.follow_later_routes(context, relay, writer)
                     if context.refusal:
                         raise ApiError(
                             503, "refused_by_route", context.refusal, retry_after_s=RETRY_AFTER_S
@@ -652,7 +652,11 @@ class CompletionHandlers:
             context.follow_later_routes = partial(self._follow_later_routes, later)
 
     async def _follow_later_routes(
-        self, target: RouteTarget, context: RequestContext, relay: ResponseRelay
+        self,
+        target: RouteTarget,
+        context: RequestContext,
+        relay: ResponseRelay,
+        writer: ResponseWriter,
     ) -> None:
         """Let the model of a later route answer, because the cache has no answer of the age that a route permits.
 
@@ -666,6 +670,7 @@ class CompletionHandlers:
         if not target.refusal and target.pool is not context.pool:
             context.unsuitable_replicas = _check_pool(target.pool, context.fields, context.api)
             await self._fall_back(context, relay, target)
+            writer.release()
 
     def _can_escalate(self, context: RequestContext) -> bool:
         """Return whether the requested model can answer now in place of the smaller one."""
