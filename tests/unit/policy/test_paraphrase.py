@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from benchmarks.semantic_pairs import GENERATORS
@@ -124,3 +126,20 @@ def test_index_is_bounded_in_bytes() -> None:
     assert 0 < len(index) < 8
     assert [each.question.answer_key for each in index.find("p", vector, 0.9, 1, 99)] == ["99"]
     assert index.find("other", vector, 0.9, 1, 0) == []
+
+
+def test_index_releases_the_rows_of_removed_questions() -> None:
+    index, vector = VectorIndex(2**20), np.full(256, 1 / 16, np.float32)
+    tracemalloc.start()
+    try:
+        for partition in range(40):
+            for number in range(64):
+                key = f"{partition}-{number}"
+                index.add("t", str(partition), "q", vector, answer_key=key, max_entries=1000, now=0)
+            for number in range(63):
+                index.remove("t", f"{partition}-{number}")
+        assert len(index) == 40
+        assert tracemalloc.get_traced_memory()[0] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert [each.question.answer_key for each in index.find("7", vector, 0.9, 9, 0)] == ["7-63"]

@@ -14,6 +14,8 @@ from argosy.policy.tenant_memory import MemoryEntry, TenantMemory
 Vector = NDArray[np.float32]
 QUESTION_OVERHEAD_BYTES = 512
 """Approximate size of a question without its text and vector."""
+MAX_ROWS_PER_QUESTION = 4
+"""Rows of a partition for each of its questions, at most."""
 
 
 class IndexedQuestion(MemoryEntry, eq=False):
@@ -57,6 +59,8 @@ class _Partition:
             self.vectors[question.row] = self.vectors[last.row]
             self.questions[question.row] = last
             last.row = question.row
+        if MAX_ROWS_PER_QUESTION * len(self.questions) <= len(self.vectors):
+            self.vectors = self.vectors[: len(self.vectors) // 2].copy()
 
 
 class VectorIndex:
@@ -116,7 +120,8 @@ class VectorIndex:
     ) -> None:
         """Add a question with a vector of length 1, in the place of an older one with the same answer."""
         self.remove(tenant, answer_key)
-        size_bytes = 2 * vector.nbytes + len(text.encode()) + QUESTION_OVERHEAD_BYTES
+        size_bytes = len(text.encode()) + QUESTION_OVERHEAD_BYTES
+        size_bytes += MAX_ROWS_PER_QUESTION * vector.nbytes
         question = IndexedQuestion(
             tenant,
             answer_key,
