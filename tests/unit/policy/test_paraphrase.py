@@ -48,6 +48,8 @@ DIFFERENT = [
     ("What if it rains?", "What if it snows?"),
     ("Ist das gut?", "Ist das nicht gut?"),
     ("x", "x" * 3000),
+    ("\u338f" * 1500 + " a", "\u338f" * 1500 + " the"),  # "kg" in one character
+    ("\u201c" * 60 + "a", "\u201c" * 60 + "the"),
 ]
 
 
