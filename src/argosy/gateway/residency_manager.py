@@ -221,7 +221,7 @@ class ResidencyManager:
             needed_bytes = sum(report.awake_bytes for report in reports)
             problem = (
                 f"needs {needed_bytes / 2**20:,.0f} MiB of memory, of which model_memory leaves it"
-                f" {available_bytes / 2**20:,.0f} MiB. Use another model, or ask for a larger model_memory."
+                f" {max(0, available_bytes) / 2**20:,.0f} MiB. Use another model, or ask for a larger model_memory."
             )
         may_wake = now >= entry.retry_at and not problem
         pool.wake_s = (wake_s or DEFAULT_RELOAD_S) if may_wake else None
@@ -232,7 +232,11 @@ class ResidencyManager:
             started_at=time.time() - (now - entry.since) if is_waking else None,
         )
         previous = entry.startup
-        if previous is None or previous.state != startup.state or pool.startup is None:
+        has_changed = previous is None or (previous.state, previous.problem) != (
+            startup.state,
+            startup.problem,
+        )
+        if has_changed or pool.startup is None:
             entry.startup = startup
             pool.set_startup(startup, now)
 

@@ -134,6 +134,11 @@ async def test_keep_alive_of_ollama_decides_for_operators(tokenizer: Tokenizer) 
         await load("5m", 1)
         while (await ask(client, 0)).status_code != 200:
             pass
+    async with run_models(tokenizer, 3, SleepConfig(), AWAKE_BYTES * 3 // 2) as (engines, client):
+        for number, left in ((1, 1), (2, 0)):  # the second one does not fit beside the first
+            await load(-1, number)
+            while f"leaves it {left} MiB." not in (await ask(client, 0)).text:
+                pass
     async with run_models(tokenizer, 2, SleepConfig()) as ((engine, other), client):
         assert (await load(0)).json()["done_reason"] == "unload"
         await until(lambda: engine.sleep_level)
