@@ -134,7 +134,7 @@ async def render_fields(
         message = f"The prompt {prompt.reference} is a chat. Send it to /v1/chat/completions."
         raise invalid_request(message, PROMPT_ID)
     elif bytes(raw.get(prompt_field, b'""')) != b'""':
-        message = "The prompt that the request names is its whole text. Remove 'prompt'."
+        message = f"The prompt {prompt.reference} is the whole text of a completion. Send an empty 'prompt', or a chat."
         raise invalid_request(message, prompt_field)
     else:
         fields[prompt_field] = rendered.text
