@@ -18,6 +18,7 @@ import msgspec
 import structlog
 import uvloop
 
+from argosy.alerting import AlertLoop, AlertRecords
 from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
@@ -47,6 +48,7 @@ from argosy.gateway.filters import (
     read_redis_password,
 )
 from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet_pools
+from argosy.gateway.gateway_alerts import GatewayAlerts
 from argosy.gateway.gateway_part import GatewayPart, do_nothing
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
@@ -362,6 +364,8 @@ class GatewayServer:
         if store is not None:
             upkeep = [response_state.maintain_forever, background.watch_forever]
             self._parts.append(GatewayPart(tasks=upkeep, read_gauges=response_state.read_gauges))
+        if config.fleet is None:
+            self._parts.append(GatewayPart(tasks=[self._build_alert_loop(store).run]))
         await self._registry.start()
         for part in self._parts:
             if part.start is not None:
@@ -371,6 +375,15 @@ class GatewayServer:
         # Client and replica socket. The fast path duplicates both.
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, background, listen_sockets, tasks, descriptors_per_client)
+
+    def _build_alert_loop(self, store: Store | None) -> AlertLoop:
+        account_sync = self._account_sync
+        alerts = GatewayAlerts(
+            lambda: self._models.pools,
+            None if account_sync is None else lambda: account_sync.accounting.is_fresh,
+        )
+        records = AlertRecords(None if store is None else store.fleets, "", self._gateway_id)
+        return AlertLoop(records, [alerts.read])
 
     def _add_adapter_parts(self) -> AdapterMeter | None:
         """Add the parts that load adapters and roll their versions out. Returns their meter, which needs a store."""

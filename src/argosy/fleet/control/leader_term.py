@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from argosy.alerting import AlertLoop, AlertRecords
 from argosy.controller_keeper import LOG_NAME
 from argosy.deployment import (
     GATEWAY_POOL,
@@ -22,6 +23,7 @@ from argosy.deployment import (
 )
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.environment import read_capacity
+from argosy.fleet.control.fleet_alerts import FleetAlerts
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
@@ -31,6 +33,7 @@ from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
 from argosy.fleet.control.term_journal import FleetContext, TermJournal
 from argosy.gateway import FleetPools, ModelStartup
+from argosy.policy.alerting import Alert
 from argosy.policy.reconciliation import (
     SERVING_PHASES,
     ObservedFleet,
@@ -102,6 +105,7 @@ class LeaderTerm:
         self._run_in_background(self._publisher.run())
         self._run_in_background(self._rollouts.run())
         self._run_in_background(self._logs.run())
+        self._run_in_background(self._build_alert_loop(lease).run())
         journal = self._journal
         while True:
             journal.wake.clear()
@@ -319,6 +323,28 @@ class LeaderTerm:
         self._events_pruned_at = now
         if deleted:
             log.info("fleet_events_deleted", fleet=self._context.fleet, count=deleted)
+
+    def _build_alert_loop(self, lease: FleetLease) -> AlertLoop:
+        fleet_alerts = FleetAlerts(self._journal, lambda: self._declared)
+        return AlertLoop(
+            AlertRecords(
+                self._context.store.fleets, self._context.fleet, lease.holder, is_leader=True
+            ),
+            [fleet_alerts.read],
+            on_changed=self._record_alerts,
+            clock=self._context.clock,
+        )
+
+    def _record_alerts(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self._journal.record_event(
+                "alert_fires" if alert.is_firing else "alert_ended",
+                alert.labels.get("pool", ""),
+                alert.labels.get("replica", ""),
+                reason=alert.summary,
+                outcome=alert.name,
+            )
+        self._journal.wake.set()
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,0 +1,132 @@
+"""Alerts in the store: one document of each fleet, which one process at a time may replace."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import structlog
+
+from argosy.policy.alerting import Alert
+from argosy.process import run_in_daemon_thread
+from argosy.store import FleetDocument, FleetStore, StoreError
+
+DOCUMENT_NAME = "alerting/state"
+HOLD_S = 45.0
+"""Time after its last write after which another process may take over from a holder."""
+RENEWAL_INTERVAL_S = 15.0
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.alerting")
+
+
+class AlertState(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of the process that evaluates alerts, for the next one."""
+
+    holder: str = ""
+    """Process that evaluates them; empty if it has stopped."""
+    held_until: float = 0.0
+    """Time from which another process may take over, in seconds since the epoch."""
+    alerts: dict[str, Alert] = {}
+    """Alerts that fire, and those that ended lately, by fingerprint."""
+
+
+def read_alerts(store: FleetStore, fleet: str) -> AlertState:
+    """Return the stored alerts of a fleet, empty before the first evaluation. Blocks on the store."""
+    return _decode(store.read_documents(fleet, DOCUMENT_NAME).get(DOCUMENT_NAME))
+
+
+class AlertRecords:
+    """The alerts of a fleet, as this process may change them. Use it from one event loop.
+
+    While the store cannot be used, the holder continues with what it has in memory, and writes it later.
+
+    Args:
+        store: The store; None keeps everything in memory.
+        fleet: Name of the fleet; empty for gateways without one.
+        holder: Name of this process.
+        is_leader: Whether this process leads the fleet, and therefore takes over from any other at once.
+    """
+
+    def __init__(
+        self, store: FleetStore | None, fleet: str, holder: str, *, is_leader: bool = False
+    ) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._holder = holder
+        self._is_leader = is_leader
+        self._version = 0
+        self._is_held = store is None
+        self._is_saved = True
+        self._saved_at = float("-inf")
+        self.state = AlertState()
+        """The latest state, also if the store does not have it yet."""
+
+    async def acquire(self, now: float) -> bool:
+        """Return whether this process evaluates the alerts now, after taking over if no other one does."""
+        if self._store is None:
+            return True
+        if self._is_held and self._is_saved and 0 <= now - self._saved_at < RENEWAL_INTERVAL_S:
+            return True
+        try:
+            read = partial(self._store.read_documents, self._fleet, DOCUMENT_NAME)
+            document = (await run_in_daemon_thread(read)).get(DOCUMENT_NAME)
+        except StoreError as error:
+            log.warning("alerts_not_saved", reason=str(error))
+            return self._is_held
+        if not self._is_held or (0 if document is None else document.version) != self._version:
+            stored = _decode(document)
+            is_free = stored.holder in {"", self._holder} or stored.held_until <= now
+            if not (is_free or self._is_leader):
+                self._is_held = False
+                return False
+            self._version = 0 if document is None else document.version
+            self.state = stored
+            self._is_held = True
+        return await self.save(self.state, now)
+
+    async def save(self, state: AlertState, now: float) -> bool:
+        """Replace the state. Returns False if another process took over, which has a state of its own."""
+        self.state = msgspec.structs.replace(state, holder=self._holder, held_until=now + HOLD_S)
+        return await self._write(now)
+
+    async def release(self) -> None:
+        """Let another process take over at once."""
+        if self._store is not None and self._is_held:
+            self.state = msgspec.structs.replace(self.state, holder="", held_until=0.0)
+            await self._write(self._saved_at)
+            self._is_held = False
+
+    async def _write(self, now: float) -> bool:
+        if self._store is None:
+            return True
+        self._is_saved = False
+        document = FleetDocument(self._version + 1, msgspec.json.encode(self.state))
+        replace = partial(
+            self._store.replace_document,
+            self._fleet,
+            DOCUMENT_NAME,
+            document,
+            after=self._version,
+        )
+        try:
+            self._is_held = await run_in_daemon_thread(replace)
+        except StoreError as error:
+            log.warning("alerts_not_saved", reason=str(error))
+            return True  # no other process can take over either
+        if self._is_held:
+            self._version = document.version
+            self._is_saved, self._saved_at = True, now
+        else:
+            log.info("alerts_taken_over", fleet=self._fleet)
+        return self._is_held
+
+
+def _decode(document: FleetDocument | None) -> AlertState:
+    """Return a stored state; an empty one for that of another version, which is replaced."""
+    if document is None:
+        return AlertState()
+    try:
+        return msgspec.json.decode(document.content, type=AlertState)
+    except msgspec.MsgspecError as error:
+        log.warning("alerts_unreadable", reason=str(error))
+        return AlertState()

@@ -1,0 +1,90 @@
+"""Conditions of alerts that a gateway without a controller sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.policy import ReplicaStatus
+from argosy.policy.alerting import (
+    NO_REPLICA_S,
+    NOT_HEALED_S,
+    AlertCondition,
+    ConditionTimer,
+    describe_no_replica,
+    describe_not_healed,
+)
+
+_SERVING = frozenset({ReplicaStatus.READY, ReplicaStatus.BACKOFF, ReplicaStatus.SLEEPING})
+_LOST = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE, ReplicaStatus.STARTING})
+STORE_UNREACHABLE_S = 60.0
+
+
+class GatewayAlerts:
+    """Source of conditions about replicas, models and the store. Use it from one event loop.
+
+    Args:
+        list_pools: Returns the pools of all models.
+        is_store_fresh: Returns whether accounts were read from the store lately. None without a store.
+    """
+
+    def __init__(
+        self,
+        list_pools: Callable[[], Sequence[Pool]],
+        is_store_fresh: Callable[[], bool] | None,
+    ) -> None:
+        self._list_pools = list_pools
+        self._is_store_fresh = is_store_fresh
+        self._timer = ConditionTimer()
+
+    async def read(self, now: float) -> list[AlertCondition]:
+        """Return the conditions as this gateway sees them."""
+        self._timer.forget_old(now)
+        conditions = [each for pool in self._list_pools() for each in self._judge_pool(pool, now)]
+        if self._is_store_fresh is not None:
+            conditions.append(self._judge_store(now, is_fresh=self._is_store_fresh()))
+        return conditions
+
+    def _judge_pool(self, pool: Pool, now: float) -> Iterator[AlertCondition]:
+        replicas = list(pool.replicas.values())
+        statuses = {each.name: each.health.status(time.monotonic()) for each in replicas}
+        is_missing = not pool.is_answered_by_others and not _SERVING & set(statuses.values())
+        missing_s = self._timer.observe(("pool", pool.model), holds=is_missing, now=now)
+        yield describe_no_replica(
+            {"model": pool.model},
+            missing_s,
+            limit_s=NO_REPLICA_S,
+            states=[f"{name} is {status}" for name, status in statuses.items()],
+        )
+        for replica in replicas:
+            yield self._judge_replica(pool, replica, statuses[replica.name], now)
+
+    def _judge_replica(
+        self, pool: Pool, replica: ReplicaEndpoint, status: ReplicaStatus, now: float
+    ) -> AlertCondition:
+        lost_s = self._timer.observe(("replica", replica.name), holds=status in _LOST, now=now)
+        reasons = (
+            each.reason for each in reversed(pool.status_changes) if each.replica == replica.name
+        )
+        return describe_not_healed(
+            {"model": pool.model, "replica": replica.name},
+            lost_s,
+            limit_s=NOT_HEALED_S,
+            state=f"It is {status}: {next(reasons, '') or 'no reason'}",
+        )
+
+    def _judge_store(self, now: float, *, is_fresh: bool) -> AlertCondition:
+        stale_s = self._timer.observe("store", holds=not is_fresh, now=now)
+        return AlertCondition(
+            name="StoreUnreachable",
+            labels={},
+            severity="page",
+            is_firing=stale_s >= STORE_UNREACHABLE_S,
+            summary="The store cannot be used",
+            description=(
+                f"For {stale_s:.0f} s accounts were not read from the store. Requests run with the last known "
+                "accounts, and their usage waits on the gateway's disk."
+            ),
+            runbook="storeunreachable",
+        )
