@@ -34,13 +34,11 @@ from argosy.policy.rollout import (
 )
 from argosy.policy.rollout.baseline import QuantileSketch, user_name
 from argosy.policy.rollout.race import (
-    MAX_VALUE,
     candidate_probability,
     equivalence_factor,
-    power,
     regression_factors,
-    to_float,
 )
+from argosy.policy.scaled_number import MAX_VALUE, power, to_float
 
 PROBABILITIES = st.floats(0.01, 0.99)
 RATIOS = GateSettings().ratios

@@ -23,6 +23,7 @@ from argosy.policy.rollout.comparison import Comparison, EventCell, OutcomeAggre
 from argosy.policy.rollout.gate import GateResult, GateVerdict, MetricVerdict, RolloutGate
 from argosy.policy.rollout.gate_record import GateLimits, GateRecord, GateSettings, MetricRule
 from argosy.policy.rollout.metrics import EVENTS, Arm, Metric, OutcomeStatus, RequestOutcome
+from argosy.policy.rollout.race import candidate_probability
 from argosy.policy.rollout.rollout_controller import (
     DeclaredVersion,
     GateStep,

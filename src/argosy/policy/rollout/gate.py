@@ -13,15 +13,13 @@ from argosy.policy.rollout.comparison import EventCell, OutcomeBatch
 from argosy.policy.rollout.gate_record import TIGHT_SHARE, GateRecord, GateSettings, StepRecord
 from argosy.policy.rollout.metrics import EVENTS, EVENTS_OF, Metric
 from argosy.policy.rollout.race import (
-    ONE,
     bernoulli_factor,
     equivalence_factor,
     equivalence_growth,
     mean_evidence,
-    multiply,
     regression_factors,
-    to_float,
 )
+from argosy.policy.scaled_number import ONE, multiply, to_float
 
 _RARE = (Metric.ERRORS, Metric.REFUSALS)
 """Metrics that usually have few events."""

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.policy.rollout.metrics import EVENTS, Metric
-from argosy.policy.rollout.race import ONE, ScaledNumber
+from argosy.policy.scaled_number import ONE, ScaledNumber
 from argosy.settings import ByOperator
 
 TIGHT_SHARE = 0.25

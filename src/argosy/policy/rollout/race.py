@@ -6,10 +6,6 @@ q(r) = p r / (p r + 1 - p). The product of the likelihood ratios q(r) / p and (1
 martingale under equality. So it exceeds 1 / alpha with a probability of at most alpha, however often it is looked at
 (Ville's inequality). The mean over some r needs no knowledge of the effect. See Lindon and Malek, "Anytime-Valid
 Inference for Multinomial Count Data", NeurIPS 2022.
-
-A product of very many factors is a `ScaledNumber`, which needs no logarithms and does not overflow: `log` and `exp`
-differ in their last digit between C libraries. A mantissa and a binary exponent need only multiplications and exact
-shifts, so a verdict is the same on every platform.
 """
 
 from __future__ import annotations
@@ -17,35 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-ScaledNumber = tuple[float, int]
-"""Mantissa and exponent of `mantissa * 2**exponent`, as returned by `math.frexp`."""
-ONE: ScaledNumber = (0.5, 1)
-_MAX_EXPONENT = 1000
-MAX_VALUE = math.ldexp(1.0, _MAX_EXPONENT)
-"""Largest value of `to_float`."""
-
-
-def multiply(a: ScaledNumber, b: ScaledNumber) -> ScaledNumber:
-    """Return the product of two scaled numbers."""
-    mantissa, exponent = math.frexp(a[0] * b[0])
-    return mantissa, exponent + a[1] + b[1]
-
-
-def power(base: float, count: int) -> ScaledNumber:
-    """Return a positive number to the power of a count."""
-    result, square = ONE, math.frexp(base)
-    while count:
-        if count & 1:
-            result = multiply(result, square)
-        count >>= 1
-        if count:
-            square = multiply(square, square)
-    return result
-
-
-def to_float(number: ScaledNumber) -> float:
-    """Return a scaled number as a float, at most `MAX_VALUE`."""
-    return MAX_VALUE if number[1] > _MAX_EXPONENT else math.ldexp(*number)
+from argosy.policy.scaled_number import ScaledNumber, multiply, power, to_float
 
 
 def candidate_probability(share: float, ratio: float) -> float:
