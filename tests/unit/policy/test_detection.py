@@ -101,6 +101,7 @@ def test_raises_no_alarm_on_quiet_days(rate: float) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rate", [0.1, 1.0, 10.0])
 def test_raises_at_most_one_alarm_in_30_quiet_days_of_60_streams(rate: float) -> None:
     alarms = [each for seed in range(60) for each in find_alarms(rate, 1000 + seed)]

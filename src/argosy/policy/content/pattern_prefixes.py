@@ -8,8 +8,8 @@ each of them.
 from __future__ import annotations
 
 import re
-from re import _constants as codes
-from re import _parser as parser
+from re import _constants as codes  # type: ignore[attr-defined, unused-ignore]
+from re import _parser as parser  # type: ignore[attr-defined, unused-ignore]
 from typing import Any
 
 MAX_PATTERN_CHARS = 1000
