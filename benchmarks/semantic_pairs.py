@@ -1,12 +1,14 @@
-"""Generate labelled pairs of questions for the semantic cache, by two generators that share no frame and no vocabulary.
+"""Generate labelled pairs of questions for the semantic cache, by three generators that share no frame and no vocabulary.
 
     python -m benchmarks.semantic_pairs training > training.jsonl
-    python -m benchmarks.semantic_pairs holdout > holdout.jsonl
-    argosy cache evaluate --pairs holdout.jsonl --embedding-model minilm
+    python -m benchmarks.semantic_pairs blind > blind.jsonl
+    argosy cache evaluate --pairs blind.jsonl --embedding-model minilm
 
-The guard was written with the training pairs in view. The hold-out is not blind: the guard `no_substitution` was
-widened once after a first look at it, and both come from the same hand. Take pairs of your own traffic to turn a rule
-on. A line has the questions `a` and `b`, whether they have the `same` answer, and the `kind` of their difference.
+The guard was written with the training pairs in view, and `no_substitution` was widened once after a first look at the
+hold-out. The blind pairs were written after that, without a look at the words of the guard, and evaluated once at the
+threshold of the training pairs: the lowest of those with the fewest wrong answers. Nothing was changed afterwards. Take
+pairs of your own traffic to turn a rule on. A line has the questions `a` and `b`, whether they have the `same` answer,
+and the `kind` of their difference.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 from collections.abc import Iterator
 
 Pair = tuple[str, str, bool, str]
@@ -103,6 +106,102 @@ HOLDOUT_WORDS = {
     "m": ("4", "20", "14", "six", "90"),
 }
 
+BLIND_PAIRS = 12
+"""Pairs with the same answer, and as many with another one, of each intent."""
+BLIND_OPENINGS = ("", "", "", "Hi! ", "Quick question: ", "Sorry to bother you. ", "Hello team, ")
+BLIND_CLOSINGS = ("", "", "", " Thanks!", " Thank you.", " Cheers")
+BLIND_INTENTS: tuple[tuple[tuple[str, ...], dict[str, tuple[str, ...]]], ...] = (
+    (("How often does a {plant} need {care}{when}?", "At what intervals should I give my {plant} {care}{when}?",
+      "I have a {plant}. How frequently do I provide {care}{when}?"),
+     {"plant": ("fern", "cactus", "rose bush"), "care": ("water", "fertiliser"), "when": ("", " in winter",
+      " in July")}),
+    (("My car {symptom} {moment}. What could be wrong?", "What is the likely fault if a car {symptom} {moment}?",
+      "{moment}, the car {symptom}. Which defect causes that?"),
+     {"symptom": ("squeals", "shakes", "stalls"), "moment": ("when braking", "when accelerating", "while idling")}),
+    (("How much {food} should a {weight} {pet} eat per {period}?",
+      "What amount of {food} per {period} suits a {weight} {pet}?",
+      "Feeding advice wanted: how much {food} for a {weight} {pet}, per {period}?"),
+     {"food": ("dry food", "wet food"), "weight": ("4 kg", "14 kg", "4 lb"), "pet": ("cat", "dog"),
+      "period": ("day", "meal")}),
+    (("In a spreadsheet, how do I {act} the {place} column?",
+      "Which shortcut lets me {act} the {place} column of a sheet?",
+      "Spreadsheet help: I need to {act} the {place} column."),
+     {"act": ("hide", "unhide", "freeze", "sum"), "place": ("first", "last", "selected")}),
+    (("Can my landlord {act} {notice} notice?", "Is a landlord entitled to {act} {notice} notice?",
+      "Does the law let the owner of my flat {act} {notice} notice?"),
+     {"act": ("raise the rent", "lower the rent", "enter the flat"), "notice": ("with", "without", "after a month's")}),
+    (("How many players may {team} {act} in a {game} match?",
+      "What is the number of players that {team} can {act} during a {game} match?",
+      "In {game}, how many players is {team} permitted to {act}?"),
+     {"team": ("a junior team", "a senior team", "a team of three"), "act": ("substitute", "field"),
+      "game": ("handball", "hockey", "volleyball")}),
+    (("Is it safe to take {drug} {relation} {other}?", "May one swallow {drug} {relation} {other} without danger?",
+      "Are there risks when {drug} is taken {relation} {other}?"),
+     {"drug": ("ibuprofen", "paracetamol"), "relation": ("with", "instead of", "shortly after"),
+      "other": ("aspirin", "wine")}),
+    (("Which is {more}, a {one} or a {two}?", "Between a {one} and a {two}, which one is {more}?",
+      "Is a {two} or a {one} {more}?"),
+     {"more": ("heavier", "lighter", "quieter", "more durable"), "one": ("violin", "banjo"), "two": ("cello",
+      "ukulele")}),
+    (("How do I undo {what} in git?", "What is the git command that reverts {what}?",
+      "git: I made a mistake, how to take back {what}?"),
+     {"what": ("a merge", "a rebase", "the last commit", "the last two commits", "a pushed commit", "a local commit")}),
+    (("Who pays for {item} if an employee {event}?", "If an employee {event}, who bears the cost of {item}?",
+      "When a worker {event}, is it the firm or the worker that covers {item}?"),
+     {"item": ("the laptop", "training", "the flight home"), "event": ("resigns", "is dismissed", "falls ill",
+      "does not resign")}),
+    (("Do I need {thing} to hike {route}{season}?", "Is {thing} required for the hike {route}{season}?",
+      "Going to walk {route}{season}. Must I carry {thing}?"),
+     {"thing": ("a permit", "crampons"), "route": ("up Ben Nevis", "down Ben Nevis", "around Ben Nevis", "up Snowdon"),
+      "season": ("", " at night", " on weekdays")}),
+    (("What happens if I {act} {count} doses of the vaccine?",
+      "What are the consequences should I {act} {count} doses of the vaccine?",
+      "Suppose I {act} {count} doses of the vaccine: what then?"),
+     {"act": ("skip", "get", "delay"), "count": ("two", "three", "all", "some")}),
+    (("How long can {item} stay in the {place}?", "For what time does {item} keep in the {place}?",
+      "{item} in the {place}: how long is it good for?"),
+     {"item": ("opened milk", "unopened milk", "cooked rice", "raw chicken"), "place": ("fridge", "freezer")}),
+    (("Explain {topic} to {whom} in {length}.", "In {length}, please explain {topic} to {whom}.",
+      "I want an explanation of {topic} for {whom}, {length} long."),
+     {"topic": ("black holes", "supply and demand"), "whom": ("a child", "an expert"), "length": ("two sentences",
+      "two paragraphs", "ten sentences")}),
+    (("Should I {act} my bike chain {order} cleaning it?", "Is it right to {act} a bike chain {order} it is cleaned?",
+      "Bike chain: do you {act} it {order} cleaning?"),
+     {"act": ("oil", "degrease", "shorten"), "order": ("before", "after")}),
+    (("Where can I {act} my {doc} in {city}?", "Which office in {city} lets me {act} my {doc}?",
+      "I'm in {city} and want to {act} my {doc}. Where do I go?"),
+     {"act": ("renew", "return", "replace"), "doc": ("passport", "driving licence", "parking permit"),
+      "city": ("Lyon", "Porto", "Graz")}),
+    (("What did {who} say about {whom}?", "Can you recall what {who} said about {whom}?",
+      "What was the opinion of {who} on {whom}?"),
+     {"who": ("Darwin", "Huxley", "Lamarck"), "whom": ("Wallace", "Owen", "his critics")}),
+    (("Write a {tone} {kind} to {whom} about a delayed delivery.",
+      "Please draft a {tone} {kind} on a late delivery to {whom}.",
+      "I need a {tone} {kind} for {whom} since the delivery is delayed."),
+     {"tone": ("polite", "firm", "funny"), "kind": ("letter", "text message"), "whom": ("a supplier", "a customer")}),
+    (("What's the {limit} {measure} for {vehicle} on {road}?",
+      "On {road}, what {limit} {measure} applies to {vehicle}?",
+      "{vehicle} on {road}: which {limit} {measure} holds?"),
+     {"limit": ("maximum", "minimum"), "measure": ("speed", "distance to others"), "vehicle": ("lorries", "motorbikes"),
+      "road": ("motorways", "country roads")}),
+    (("Are {who} exempt from {tax}{cond}?", "Do {who} have an exemption from {tax}{cond}?",
+      "Is it true that {who} don't pay {tax}{cond}?"),
+     {"who": ("students", "pensioners", "some pensioners"), "tax": ("council tax", "income tax"),
+      "cond": ("", " abroad", " unless they work", " if they work")}),
+    (("How does {cause} affect {effect}?", "What effect does {cause} have on {effect}?",
+      "In what way is {effect} influenced by {cause}?"),
+     {"cause": ("sleep", "lack of sleep", "caffeine"), "effect": ("memory", "appetite", "short-term memory")}),
+    (("Convert {n} {from_} to {to}.", "How many {to} are {n} {from_}?", "{n} {from_} expressed in {to}, please"),
+     {"n": ("7", "70", "7.5", "seventeen"), "from_": ("miles", "nautical miles"), "to": ("kilometres", "metres")}),
+    (("When does the museum {event}?", "At what time does the museum {event}?",
+      "Tell me the hour when the museum will {event}."),
+     {"event": ("open on Sundays", "close on Sundays", "open on Mondays", "open on holidays", "close early")}),
+    (("Which battery {prefers}?", "What type of battery {prefers}?", "Name the battery that {prefers}."),
+     {"prefers": ("fits the remote control", "fits the smoke alarm", "lasts longest in the cold",
+      "lasts longest in the heat",
+                  "charges fastest", "charges slowest", "does not leak")}),
+)  # fmt: skip
+
 
 def generate_training() -> Iterator[Pair]:
     """Yield pairs about accounts and orders."""
@@ -125,7 +224,46 @@ def generate_holdout() -> Iterator[Pair]:
             yield a.format(**fields), b.format(**fields), False, kind
 
 
-GENERATORS = {"training": generate_training, "holdout": generate_holdout}
+def generate_blind() -> Iterator[Pair]:
+    """Yield pairs of intents: the same one in two wordings, and two that differ in one fact, in any wordings."""
+    draw = random.Random(48)
+    for forms, slots in BLIND_INTENTS:
+        seen = set[tuple[str, str]]()
+        for same in (True, False):
+            pairs = 0
+            while pairs < BLIND_PAIRS:
+                facts = {name: draw.choice(values) for name, values in slots.items()}
+                others, kind = facts, "paraphrase"
+                if not same:
+                    kind = draw.choice(list(slots))
+                    other = draw.choice([each for each in slots[kind] if each != facts[kind]])
+                    others = facts | {kind: other}
+                wordings = (
+                    draw.sample(forms, 2)
+                    if same or draw.random() < 0.5
+                    else [draw.choice(forms)] * 2
+                )
+                a, b = (
+                    _word(draw, form, each)
+                    for form, each in zip(wordings, (facts, others), strict=True)
+                )
+                if (a, b) not in seen:
+                    seen.add((a, b))
+                    pairs += 1
+                    yield a, b, same, kind
+
+
+def _word(draw: random.Random, form: str, facts: dict[str, str]) -> str:
+    """Return a question as one user would type it."""
+    text = draw.choice(BLIND_OPENINGS) + form.format(**facts) + draw.choice(BLIND_CLOSINGS)
+    return text.lower() if draw.random() < 0.2 else text[0].upper() + text[1:]
+
+
+GENERATORS = {
+    "training": generate_training,
+    "holdout": generate_holdout,
+    "blind": generate_blind,
+}
 
 
 def main() -> None:
