@@ -1,4 +1,4 @@
-"""Generate labelled pairs of questions for the semantic cache, by three generators that share no frame and no vocabulary.
+"""Generate labelled pairs of questions for the semantic cache, by three generators without a common frame or word.
 
     python -m benchmarks.semantic_pairs training > training.jsonl
     python -m benchmarks.semantic_pairs blind > blind.jsonl
