@@ -83,7 +83,7 @@ class RequestRule:
         Conditions of fields hold for no request whose fields are unknown. Without a model, which is a request that only
         stores something for later ones, conditions of models and fields hold.
         """
-        windows, flag, flags = self.config.windows, self.config.percentage_flag, self.config.flags
+        windows, flags = self.config.windows, self.config.flags
         if not (
             (self.model is None or model is None or self.model == model)
             and (self.tiers is None or principal.tier in self.tiers)
@@ -94,7 +94,6 @@ class RequestRule:
                 or principal.organisation in self.tenants
             )
             and (windows is None or any(window.contains(now) for window in windows))
-            and (flag is None or flag.is_on(subject))
             and (self.flag is None or self.flag.holds(principal, subject))
             and (model is None or self._matches_fields(fields))
         ):

@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 import msgspec
 
-from argosy.store import Role, RoleScope, Tier
+from argosy.store import GatewayFlag, Role, RoleScope, Tier
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers by rank. Rank 0 is the highest priority."""
 
-KEEP_ALIVE_FLAG = "keep-alive"
+KEEP_ALIVE_FLAG: GatewayFlag = "keep-alive"
 """Flag of a project or key whose requests may say how long a model stays awake."""
-NO_SPECULATION_FLAG = "no-speculation"
+NO_SPECULATION_FLAG: GatewayFlag = "no-speculation"
 """Flag of projects and keys whose requests are computed without drafts."""
 
 
@@ -35,7 +35,7 @@ class Principal(msgspec.Struct, frozen=True, array_like=True):
     allowed_models: frozenset[str] | None = None
     """Public names of the models that it may use. None allows all."""
     flags: frozenset[str] = frozenset()
-    """Feature flags of its project and its key."""
+    """Flags of its project and its key."""
 
     @property
     def is_anonymous(self) -> bool:

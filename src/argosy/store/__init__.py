@@ -76,6 +76,7 @@ from argosy.store.records import (
     AdapterReplicas,
     ContentDigest,
     Flag,
+    GatewayFlag,
     Key,
     KeyInfo,
     Limit,

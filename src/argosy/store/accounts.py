@@ -18,6 +18,7 @@ from argosy.store.records import (
     Tier,
     User,
 )
+from argosy.store.validation import validate_flags
 
 
 class Accounts(RecordTables):
@@ -122,7 +123,7 @@ class Accounts(RecordTables):
                     share_cache=share_cache,
                     quota_failure_mode=quota_failure_mode,
                     networks=tuple(networks),
-                    flags=tuple(flags),
+                    flags=validate_flags(flags),
                     created_at=transaction.now,
                 )
             )
@@ -169,7 +170,7 @@ class Accounts(RecordTables):
                 share_cache=share_cache,
                 quota_failure_mode=quota_failure_mode,
                 networks=networks if networks is UNSET else tuple(networks),
-                flags=flags if flags is UNSET else tuple(flags),
+                flags=flags if flags is UNSET else validate_flags(flags),
             )
 
     def archive_project(self, project: str, *, actor: str) -> Project:
@@ -270,7 +271,7 @@ class Accounts(RecordTables):
                 scope=scope,
                 models=tuple(models),
                 networks=tuple(networks),
-                flags=tuple(flags),
+                flags=validate_flags(flags),
                 expires_at=expires_at,
             )
 

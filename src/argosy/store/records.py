@@ -23,6 +23,11 @@ For the role `user` both mean the same.
 Tier = Literal["premium", "standard", "free"]
 """Priority class of a project, in the order of service."""
 
+GatewayFlag = Literal[
+    "no-speculation", "keep-alive", "stream-pacing-tokens", "stream-pacing-interval"
+]
+"""Flags of projects and keys that gateways read themselves. Rules may read any others."""
+
 UsageStatus = Literal["completed", "cancelled", "failed", "stopped", "interrupted", "refused"]
 """How a request ended.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from sqlalchemy import ColumnElement, Table, null, or_
@@ -14,6 +15,7 @@ from argosy.store.records import (
     AccountRecord,
     Adapter,
     Flag,
+    GatewayFlag,
     Key,
     Limit,
     Organisation,
@@ -67,6 +69,20 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Prompt: 500,
 }
 """Maximum number of active records of one organisation. Every gateway holds those of all organisations in memory."""
+
+
+SIMILAR_FLAG = 0.85
+"""Similarity of a flag to one of `GatewayFlag` from which it counts as misspelt."""
+
+
+def validate_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags of a project or key. Raises ValueError if one is almost that of a gateway."""
+    known = get_args(GatewayFlag)
+    for flag in map(str.strip, flags):
+        similar = get_close_matches(flag, known, 1, SIMILAR_FLAG)
+        if similar and flag not in known:
+            raise ValueError(f"Nothing reads the flag {flag[:100]!r}. Did you mean {similar[0]!r}?")
+    return tuple(flags)
 
 
 def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
         PromptRule(name="new", prompt="p", label="new", only_named=True, flag="label")
     ],
     "content_rules": [ContentRule(input={"email": "redact"}, flag="level=high")],
-    "routes": [RouteConfig(name="r", target_model="big", flag="label")],
+    "routes": [RouteConfig(name="r", target_model="big", flag="label", flags=("beta",))],
 }
 
 
@@ -130,6 +130,14 @@ async def test_operators_switch_what_rules_read(tmp_path: Path) -> None:
         assert '["on",20.0],["off",80.0]' in narrowed
         same = await run("switch", "label", "off", "--user", "x", status=2)
         assert "all others get 'off' too" in same
+        project = {"organisation": organisation, "name": "flagged"}
+        for flags, unread in ((["beta", "keep-alive"], []), (["betta"], ["betta"])):
+            body = project | {"name": f"p{len(flags)}", "flags": flags}
+            created = await client.post("/admin/projects", json=body, headers=root)
+            assert created.json()["unread_flags"] == unread
+        body = project | {"flags": ["no-speculations"]}
+        refused = await client.post("/admin/projects", json=body, headers=root)
+        assert "Did you mean 'no-speculation'?" in refused.json()["error"]["message"]
         rules = tmp_path / "rules.json"
         rules.write_text('["on"]')
         file = ["--targeting", str(rules)]

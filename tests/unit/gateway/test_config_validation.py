@@ -107,10 +107,6 @@ def test_setting_without_required_store_is_rejected(path: Path, setting: str) ->
             "routes: [{target_model: next, windows: [{start_minute: 0, end_minute: 1, day: 1}]}]",
             "unknown field `day`",
         ),
-        (
-            "routes: [{target_model: next, percentage_flag: {name: f, share: 1.5}}]",
-            "share of flag f must be between 0 and 1",
-        ),
         ("traffic: [{model: nobody}]", "traffic: no other model has the name 'nobody'"),
         ("traffic: [{model: split}]", "the model 'split' divides its own traffic"),
         ("traffic: [{model: a, weight: 0}]", "give at least one pool a positive weight"),

@@ -18,9 +18,11 @@ from structlog.testing import capture_logs
 
 from argosy.deployment import (
     ClassifierConfig,
+    DeclaredFlag,
     GatewayConfig,
     ModelConfig,
     ReplicaConfig,
+    RequestSetting,
     RouteConfig,
     TrafficTarget,
 )
@@ -35,8 +37,8 @@ from argosy.policy.traffic import (
     ClassifiedModel,
     CurvePoint,
     DailyWindow,
+    FeatureFlag,
     ModelCard,
-    PercentageFlag,
     PromptClassifier,
 )
 from argosy.protocol import ApiError
@@ -449,7 +451,7 @@ USERS = range(2_000)
 
 
 def make_chat_router(
-    *routes: RouteConfig,
+    *routes: RequestSetting,
     weights: Mapping[str, float],
     fallback_models: tuple[str, ...] = (),
     max_wait_s: float | None = None,
@@ -516,14 +518,15 @@ def test_user_then_session_then_request_stays_at_one_model() -> None:
 def test_routes_may_depend_on_the_time_and_on_a_part_of_the_users(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    flag = PercentageFlag(name="new", share=0.25, unit="user")
+    shares = {"fractional": [["on", 25], ["off", 75]]}
+    flag = FeatureFlag(variants={"on": True, "off": False}, default_variant="off", targeting=shares)
     night = DailyWindow(start_minute=0, end_minute=60)
-    route = RouteConfig(percentage_flag=flag, windows=(night,), target_model="b")
-    router = make_chat_router(route, weights={})
+    route = RouteConfig(flag="new", windows=(night,), target_model="b")
+    router = make_chat_router(route, DeclaredFlag("new", flag), weights={})
     for now, share in ((1_800.0, 0.25), (7_200.0, 0.0)):
         monkeypatch.setattr(time, "time", lambda now=now: now)
         counts = Counter(models_of_users(router))
-        assert counts["b"] / len(USERS) == pytest.approx(share, abs=0.02)
+        assert counts["b"] / len(USERS) == pytest.approx(share, abs=0.03)
 
 
 def test_fallback_answers_for_models_that_are_down_or_have_a_long_queue() -> None:

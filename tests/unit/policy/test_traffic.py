@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import get_args
 
 import msgspec
 import pytest
@@ -14,8 +13,6 @@ from hypothesis import strategies as st
 from argosy.policy.traffic import (
     ALL_TENANTS,
     DailyWindow,
-    FlagUnit,
-    PercentageFlag,
     PoolRoute,
     ShadowCopy,
     ShadowSampler,
@@ -113,18 +110,6 @@ def test_chosen_salt_divides_heavy_users_more_evenly_than_the_first() -> None:
 )
 def test_daily_windows(window: DailyWindow, hours_open: set[int]) -> None:
     assert {hour for hour in range(48) if window.contains(THURSDAY + hour * 3600)} == hours_open
-
-
-@given(SUBJECTS, SHARES, SHARES, st.sampled_from(get_args(FlagUnit)))
-def test_flag_is_monotone_in_its_share(
-    subject: TrafficSubject, first: float, second: float, unit: FlagUnit
-) -> None:
-    low, high = sorted((first, second))
-    is_on = [
-        PercentageFlag(name="f", share=share, unit=unit).is_on(subject) for share in (low, high)
-    ]
-    assert is_on[1] or not is_on[0]
-    assert PercentageFlag(name="f", share=1.0, unit=unit).is_on(subject)
 
 
 def test_users_are_divided_by_weight() -> None:
@@ -256,13 +241,12 @@ def test_route_of_a_later_version_is_read() -> None:
             lambda: TrafficRoute(model="m", pools=(WeightedPool(pool="a", weight=-1.0),)),
             "0 or more",
         ),
-        (lambda: PercentageFlag(name="f", share=2.0), "between 0 and 1"),
         (lambda: ShadowCopy(pool="p", fraction=0.1, max_requests_per_s=0.0), "positive"),
         (lambda: ShadowCopy(pool="p", fraction=1.1), "between 0 and 1"),
         (lambda: DailyWindow(start_minute=0, end_minute=2000), "1440"),
         (lambda: DailyWindow(start_minute=0, end_minute=20, weekdays=(7,)), "weekdays"),
     ],
-    ids=["sum", "variants", "empty", "pools", "weight", "flag", "cap", "shadow", "minute", "day"],
+    ids=["sum", "variants", "empty", "pools", "weight", "cap", "shadow", "minute", "day"],
 )
 def test_invalid_routes_are_refused(create: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,6 @@ from argosy.policy.traffic import (
     DailyWindow,
     FlagCondition,
     Language,
-    PercentageFlag,
     PromptClassifier,
     TrafficRoute,
     WeightedPool,
@@ -114,9 +113,7 @@ class RequestConditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tiers: ByOperator[Annotated[tuple[Tier, ...], Meta(min_length=1)] | None] = None
     """Tiers. The tenant must be in one of them."""
     flags: ByOperator[Annotated[tuple[str, ...], Meta(min_length=1)] | None] = None
-    """Feature flags. The project or the key must have one of them."""
-    percentage_flag: ByOperator[PercentageFlag | None] = None
-    """Feature flag of a part of the tenants or users. It must be on for the request's."""
+    """Flags of projects and keys. The project or the key must have one of them."""
     flag: ByOperator[FlagCondition | None] = None
     """Name of a feature flag whose variant for the request must be `true`, or name and variant as `NAME=VARIANT`."""
     windows: ByOperator[Annotated[tuple[DailyWindow, ...], Meta(min_length=1)] | None] = None

@@ -21,7 +21,6 @@ from argosy.store import (
     AuditEntry,
     AuditVerification,
     ContentDigest,
-    Key,
     KeyInfo,
     Limit,
     LimitAmount,
@@ -70,6 +69,8 @@ class ProjectView(Project, frozen=True, kw_only=True, tag_field="object", tag="p
     """Bytes of its responses and conversations."""
     max_stored_bytes: int
     """Bytes that it may store: its limit on `stored_bytes`, or `store.max_stored_bytes_per_project` of the settings."""
+    unread_flags: list[str]
+    """Those of its flags that neither a rule nor the gateway reads now."""
 
 
 class UserView(User, frozen=True, kw_only=True, tag_field="object", tag="user"):
@@ -167,6 +168,9 @@ class FlagView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", ta
 class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
     """An API key, without the plain key."""
 
+    unread_flags: list[str]
+    """Those of its flags that neither a rule nor the gateway reads now."""
+
 
 class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="key"):
     """A new API key."""
@@ -175,7 +179,7 @@ class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="ke
     """Plain key, which only this response contains."""
 
 
-ListedRecord = Organisation | Project | User | Key | Limit | Price | Adapter | PromptView
+ListedRecord = Organisation | Project | User | KeyInfo | Limit | Price | Adapter | PromptView
 V = TypeVar(
     "V",
     OrganisationView,

@@ -33,7 +33,7 @@ from argosy.gateway.admin.schemas import (
     to_page,
     to_view,
 )
-from argosy.store import Project
+from argosy.store import Key, Project
 
 endpoints = AdminEndpoints()
 
@@ -124,9 +124,18 @@ def archive_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
 
 
 def _view_projects(scope: AdminScope, projects: Sequence[Project]) -> list[ProjectView]:
-    """Add to projects what they store."""
+    """Add to projects what they store, and which of their flags nothing reads."""
     use = scope.stored_bytes.read_use([project.id for project in projects])
-    return [to_view(project, ProjectView, **use[project.id]._asdict()) for project in projects]
+    find_unread = scope.replicas.models.find_unread_flags
+    return [
+        to_view(
+            project,
+            ProjectView,
+            unread_flags=find_unread(project.flags),
+            **use[project.id]._asdict(),
+        )
+        for project in projects
+    ]
 
 
 @endpoints.register("GET", USERS, "viewer", query_type=OrganisationFilter)
@@ -171,7 +180,8 @@ def disable_user(scope: AdminScope, request: AdminRequest) -> UserView:
 def list_keys(scope: AdminScope, request: AdminRequest) -> Page[KeyView]:
     """List keys, including revoked ones, oldest first."""
     query = request.query
-    return to_page(scope.accounts.list_keys(query.project, query.page_request), KeyView, query)
+    keys = scope.accounts.list_keys(query.project, query.page_request)
+    return to_page([_view_key(scope, key) for key in keys], KeyView, query)
 
 
 @endpoints.register("POST", KEYS, "operator", body_type=NewKey)
@@ -180,13 +190,13 @@ def create_key(scope: AdminScope, request: AdminRequest) -> NewKeyView:
     created, plain_key = scope.accounts.create_key(
         **get_given_fields(request.body), actor=request.actor
     )
-    return to_view(created, NewKeyView, key=plain_key)
+    return to_view(_view_key(scope, created), NewKeyView, key=plain_key)
 
 
 @endpoints.register("GET", KEYS + "/{id}", "viewer")
 def get_key(scope: AdminScope, request: AdminRequest) -> KeyView:
     """Get a key."""
-    return to_view(scope.accounts.get_key(request.resource_id), KeyView)
+    return _view_key(scope, scope.accounts.get_key(request.resource_id))
 
 
 @endpoints.register("POST", KEYS + "/{id}/rotate", "operator", body_type=KeyRotation)
@@ -195,10 +205,16 @@ def rotate_key(scope: AdminScope, request: AdminRequest) -> NewKeyView:
     created, plain_key = scope.accounts.rotate_key(
         request.resource_id, request.body.overlap_s, actor=request.actor
     )
-    return to_view(created, NewKeyView, key=plain_key)
+    return to_view(_view_key(scope, created), NewKeyView, key=plain_key)
 
 
 @endpoints.register("POST", KEYS + "/{id}/revoke", "operator")
 def revoke_key(scope: AdminScope, request: AdminRequest) -> KeyView:
     """Revoke a key with immediate effect."""
-    return to_view(scope.accounts.revoke_key(request.resource_id, actor=request.actor), KeyView)
+    return _view_key(scope, scope.accounts.revoke_key(request.resource_id, actor=request.actor))
+
+
+def _view_key(scope: AdminScope, key: Key) -> KeyView:
+    """Add to a key which of its flags nothing reads."""
+    unread = scope.replicas.models.find_unread_flags(key.flags)
+    return to_view(key, KeyView, unread_flags=unread)

@@ -6,8 +6,8 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 import structlog
@@ -46,7 +46,7 @@ from argosy.gateway.request_fields import RequestFields
 from argosy.policy import count_homes, select_homes
 from argosy.policy.traffic import TrafficRoute, TrafficSubject, sticky_key
 from argosy.protocol import ApiError, ModelCard, ModelList, TaskName
-from argosy.store import AccountSnapshot, Adapter, Limit, Price, ReplicaSetting
+from argosy.store import AccountSnapshot, Adapter, GatewayFlag, Limit, Price, ReplicaSetting
 
 T = TypeVar("T", Limit, Price)
 CANDIDATE = b"candidate"
@@ -580,6 +580,16 @@ class ModelRouter:
             if rule.flag is not None:
                 readers.setdefault(rule.flag.rules.name, []).append(rule.name)
         return readers
+
+    def find_unread_flags(self, flags: Iterable[str]) -> list[str]:
+        """Return those of a project's or key's flags that neither a rule nor the gateway reads."""
+        read = set[str](get_args(GatewayFlag)).union(
+            *(
+                rule.config.flags or ()
+                for rule in itertools.chain.from_iterable(self.rules.values())
+            )
+        )
+        return [flag for flag in flags if flag not in read]
 
     def _divide_traffic(
         self,

@@ -18,8 +18,12 @@ import msgspec
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
 from argosy.gateway.proxy.response_writers import StreamingWriter, WrappingWriter
 from argosy.protocol import EVENT_END, ApiError, event_data, format_event
+from argosy.store import GatewayFlag
 
-PACING_FLAGS = {"stream-pacing-interval": False, "stream-pacing-tokens": True}
+PACING_FLAGS: dict[GatewayFlag, bool] = {
+    "stream-pacing-interval": False,
+    "stream-pacing-tokens": True,
+}
 """Flags of projects and keys whose streams are paced, and whether chunks are split. The first one has precedence."""
 INTERVAL_S = 0.1
 """Time between two writes of a stream that is sent at a fixed rate."""

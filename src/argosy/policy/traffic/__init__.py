@@ -60,8 +60,6 @@ from argosy.policy.traffic.sticky_hash import (
 )
 from argosy.policy.traffic.traffic_route import (
     DailyWindow,
-    FlagUnit,
-    PercentageFlag,
     ServingChoice,
     TrafficRoute,
     WeightedPool,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from argosy.policy.traffic.sticky_hash import (
     TrafficSubject,
     choose_weighted,
-    hash_point,
     sticky_key,
 )
 from argosy.settings import ByOperator
@@ -98,30 +97,6 @@ _DAY_MINUTES = 1_440
 _EPOCH_WEEKDAY = 3
 """The epoch began on a Thursday; Monday is 0."""
 _ALL_WEEK = tuple(range(7))
-
-
-FlagUnit = Literal["tenant", "user"]
-"""Unit that a percentage flag counts."""
-
-
-class PercentageFlag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Feature flag that is on for a fixed part of the tenants or users. A larger share keeps it on for them."""
-
-    name: ByOperator[str]
-    """Salt of the hash: flags of different names are on for different tenants and users."""
-    share: ByOperator[float]
-    """Part of the tenants or users for which it is on, from 0 to 1."""
-    unit: ByOperator[FlagUnit] = "user"
-    """Whether it is on for whole tenants or for single users."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.share <= 1.0:
-            raise ValueError(f"share of flag {self.name} must be between 0 and 1")
-
-    def is_on(self, subject: TrafficSubject) -> bool:
-        """Return whether the flag is on for the sender of a request."""
-        key = sticky_key(subject, ()) if self.unit == "user" else (subject.tenant,)
-        return hash_point(self.name, *key) < self.share
 
 
 class DailyWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

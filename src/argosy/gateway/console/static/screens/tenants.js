@@ -37,6 +37,7 @@ const idColumn = { key: "id", label: "Id", value: (row) => row.id, cell: (row) =
 const stateColumn = { key: "state", label: "State", value: (row) => row.archived_at ?? row.disabled_at ?? "", cell: ended };
 const nameColumn = (key, label) => ({ key, label, value: (row) => row[key], cell: (row) => visible(row[key]) });
 const ownerColumn = (key, label, names) => ({ key, label, value: (row) => names(row[key]), cell: (row) => visible(names(row[key])) });
+const flagsColumn = { key: "flags", label: "Flags", value: (row) => row.flags.join(", "), cell: (row) => html`${visible(row.flags.join(", "))}${row.unread_flags.length ? html` <span title=${`Nothing reads ${visible(row.unread_flags.join(", "))}`}><${Pill} kind="warn">unread<//></span>` : null}` };
 const actionColumn = (cell) => ({ key: "actions", label: "", value: () => "", cell });
 
 function form({ close, reload }, title, fields, path, convert = (values) => values, send = post) {
@@ -66,7 +67,7 @@ const VIEWS = {
   projects: {
     role: "admin", scope: "organisation", empty: "There is no project. A project is a tenant: keys, limits and fair shares belong to it.",
     create: (tools) => form(tools, "New project", [{ name: "organisation", label: "Organisation id", isRequired: true }, { name: "name", label: "Name", isRequired: true }], "admin/projects"),
-    columns: (tools) => [nameColumn("name", "Name"), idColumn, ownerColumn("organisation", "Organisation", tools.names), nameColumn("tier", "Tier"), { key: "weight", label: "Weight", isNumber: true, value: (row) => row.weight },
+    columns: (tools) => [nameColumn("name", "Name"), idColumn, ownerColumn("organisation", "Organisation", tools.names), nameColumn("tier", "Tier"), flagsColumn, { key: "weight", label: "Weight", isNumber: true, value: (row) => row.weight },
       { key: "stored_bytes", label: "Stored", isNumber: true, value: (row) => row.stored_bytes, cell: (row) => html`<span title=${`${exact(row.stored_bytes)} of ${exact(row.max_stored_bytes)} bytes of responses and conversations`}>${count(row.stored_bytes)} of ${count(row.max_stored_bytes)} bytes</span>` }, stateColumn, createdColumn,
       actionColumn((row) => (!row.archived_at && may("admin") ? html`<button class="btn" onClick=${() => tools.open(form(tools, `Change ${row.name}`, [{ name: "name", label: "Name", value: row.name, isRequired: true },
         ...(may("admin", "gateway") ? [{ name: "tier", label: "Tier", options: TIERS, value: row.tier }, { name: "weight", label: "Weight among projects of the tier", kind: "number", value: row.weight, parse: Number }] : [])], `admin/projects/${row.id}`, undefined, patch))}>Change</button>
