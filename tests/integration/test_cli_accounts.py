@@ -350,7 +350,10 @@ def test_usage_of_archived_and_new_projects_of_one_name_is_separate(store: Store
         (("tenants", "change", "web"), "nothing to change"),
         (("tenants", "change", "web", "--network", "::/0", "--clear-networks"), "not both"),
         (("tenants", "change", "web", "--flag", "new", "--clear-flags"), "not both"),
-        (("keys", "create", "--flag", "stream-pacing-token"), "Did you mean 'stream-pacing-tokens'"),
+        (
+            ("keys", "create", "--flag", "stream-pacing-token"),
+            "Did you mean 'stream-pacing-tokens'",
+        ),
         (("tenants", "users", "change", "ann@acme.test"), "nothing to change"),
         (("tenants", "limits", "set", "tokens", "many", "-p", "default"), "'many' is not a whole"),
         (("tenants", "limits", "set", "dollars", "x", "-p", "default"), "12.50"),

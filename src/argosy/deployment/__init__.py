@@ -163,6 +163,7 @@ from argosy.deployment.settings.routing_config import (
     CacheRule,
     CascadeConfig,
     ClassifierConfig,
+    JudgeConfig,
     RequestConditions,
     RouteConfig,
     SemanticCacheConfig,

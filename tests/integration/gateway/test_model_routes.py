@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from tests.integration.test_metrics import value
 from tests.support.fake_upstream import (
@@ -32,6 +34,7 @@ from argosy.deployment import (
     CacheRule,
     CascadeConfig,
     GatewayConfig,
+    JudgeConfig,
     ModelConfig,
     ReplicaConfig,
     RouteConfig,
@@ -491,6 +494,70 @@ async def test_cascade_keeps_an_answer_that_no_larger_model_can_replace(tmp_path
         routed.qwen.script = cut_after_tokens
         response = await client.post("/v1/completions", json=BODY | {"model": "latest"})
         assert read_text(response.text) == " 0 1 2"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_judge_in_a_cascade_grades_answers_that_are_not_sure(
+    tmp_path: Path, is_stream: bool
+) -> None:
+    """The route matches the requests to the judge as well, which are not judged."""
+    grade = ["3"]
+
+    async def answer(request: UpstreamRequest) -> None:
+        if not grade:
+            await respond_500(request)
+            return
+        message = {"role": "assistant", "content": f"Grade: {grade[0]}"}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        usage = {"prompt_tokens": 1, "completion_tokens": 2}
+        request.send_json(200, {"choices": choices, "usage": usage})
+
+    async with fake_upstream(answer) as judging:
+        replicas = [ReplicaConfig(url=judging.url, kind="openai", model="rough")]
+        models = [ModelConfig(name="judge", replicas=replicas)]
+        judge = JudgeConfig(model="judge", sure_mean_logprob=-0.2)
+        strict = msgspec.structs.replace(judge, on_failure="escalate")
+        routes = [
+            RouteConfig(name=name, headers={"x-judge": name}, target_model="qwen",
+                        cascade=CascadeConfig(min_mean_logprob=-5.0, judge=config))
+            for name, config in (("kept", judge), ("strict", strict))
+        ]  # fmt: skip
+        async with (
+            run_routed_gateway(tmp_path, *routes, more_models=models) as routed,
+            routed.client("app") as client,
+        ):
+            routed.qwen.script = respond_with_logprobs(-1.0)
+            body = BODY | {"model": "latest", "max_tokens": 3, "stream": is_stream}
+
+            async def ask(name: str) -> tuple[str, Any]:
+                headers = {"x-judge": name}
+                response = await client.post("/v1/completions", json=body, headers=headers)
+                assert response.status_code == 200, response.text
+                path = f"/admin/requests/{response.headers['x-argosy-request']}"
+                trace = (await client.get(path)).json()
+                return read_text(response.text), trace["routing"][0]["cascade"]
+
+            text, verdict = await ask("kept")
+            assert (text, verdict["escalated"]) == (" 0 1 2", True)
+            assert verdict["reason"] == "judge grades it 0.3 of 0.7"
+            (asked,) = judging.requests
+            assert " draft draft draft" in str(asked.body["messages"])
+            assert str(BODY["prompt"]) in str(asked.body["messages"])
+            grade[:] = ["9"]
+            text, verdict = await ask("kept")
+            assert (text, verdict["judge"]["grade"]) == (" draft" * 3, 0.9)
+            for grades in ([], ["none"]):
+                grade[:] = grades
+                text, verdict = await ask("kept")
+                assert (text, verdict["escalated"]) == (" draft" * 3, False)
+                assert "judge gave no grade" in verdict["reason"]
+                assert (await ask("strict"))[0] == " 0 1 2"
+            routed.qwen.script = respond_with_logprobs(-0.1)
+            judging.requests.clear()
+            text, verdict = await ask("kept")
+            assert (text, "judge" in verdict, judging.requests) == (" draft" * 3, False, [])
+            records = await routed.accounts.wait_for_rows(13)
+            assert {each.model for each in records if each.route == "judge"} == {"judge"}
 
 
 async def cut_after_tokens(request: UpstreamRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -149,8 +149,24 @@ class ClassifierConfig(ClassifierTarget, frozen=True, kw_only=True, forbid_unkno
 Logprob = Annotated[float, Meta(ge=-100, le=0)]
 
 
+class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of this gateway that grades a smaller model's answer before the client gets it."""
+
+    model: ByOperator[str]
+    """The judge, by any of its names. Its tokens are billed to the project that asks, for up to 8 of output and 32,000
+    characters of prompt."""
+    min_grade: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.7
+    """Smallest grade, from 0 to 1, of an answer that the client gets."""
+    sure_mean_logprob: ByOperator[Logprob | None] = None
+    """Mean log-probability from which an answer is not graded, which saves the judge's tokens."""
+    on_failure: ByOperator[Literal["keep", "escalate"]] = "keep"
+    """What happens to an answer that the judge does not grade in time, or for which the limits leave no room."""
+    timeout_s: ByOperator[Annotated[float, Meta(gt=0, le=60)]] = 5.0
+    """Time for the grade."""
+
+
 class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When the requested model answers after all, by the log-probabilities of the smaller model's answer."""
+    """When the requested model answers after all, by the log-probabilities of the smaller model's answer or a judge."""
 
     min_mean_logprob: ByOperator[Logprob | None] = None
     """Smallest mean log-probability of its tokens."""
@@ -158,10 +174,25 @@ class CascadeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Smallest log-probability of each of its tokens."""
     after_tokens: ByOperator[Annotated[int, Meta(ge=1, le=4096)] | None] = None
     """Number of tokens that decide. A shorter answer decides at its end. None holds back the whole answer."""
+    judge: ByOperator[JudgeConfig | None] = None
+    """A model that grades whole answers with sufficient log-probabilities."""
 
     def __post_init__(self) -> None:
-        if self.min_mean_logprob is None and self.min_token_logprob is None:
-            raise ValueError("give min_mean_logprob or min_token_logprob")
+        if self.judge is None and not self.has_least:
+            raise ValueError("give min_mean_logprob, min_token_logprob or judge")
+        if self.judge is not None and self.after_tokens is not None:
+            raise ValueError("judge: it grades whole answers. Remove `after_tokens` or `judge`.")
+
+    @property
+    def has_least(self) -> bool:
+        """Whether log-probabilities alone can be too low."""
+        return self.min_mean_logprob is not None or self.min_token_logprob is not None
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether log-probabilities decide anything."""
+        judge = self.judge
+        return self.has_least or (judge is not None and judge.sure_mean_logprob is not None)
 
 
 class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,8 +215,8 @@ class RouteConfig(RequestConditions, frozen=True, kw_only=True, forbid_unknown_f
     """Only prompts that a classifier takes for simple are answered by `target_model`. Requests with tools or media need
     the condition `tools: true` or `media: true`, and requests for JSON or another grammar are never simple."""
     cascade: ByOperator[CascadeConfig | None] = None
-    """`target_model` answers first. Its answer is held back, and replaced by the requested model's if it is unlikely.
-    Both are billed. Requests for several choices, tools, media or a grammar go to the requested model."""
+    """`target_model` answers first. Its answer is held back, and replaced by the requested model's if it is unlikely or
+    graded too low. All are billed. Requests for several choices, tools, media or a grammar go to the requested one."""
     sticky_s: ByOperator[Annotated[float, Meta(ge=0, le=86_400)]] = 0.0
     """How long a conversation stays with the requested model once that has answered, because it has the prompt cached.
     0 decides on each request anew."""
@@ -292,8 +323,12 @@ def validate_conditions(
     Raises:
         ValueError: The rule is invalid. The message says what to change.
     """
-    target_model = config.target_model if isinstance(config, RouteConfig) else None
-    for key, model in (("model", config.model), ("target_model", target_model)):
+    named = [("model", config.model)]
+    if isinstance(config, RouteConfig):
+        judge = None if config.cascade is None else config.cascade.judge
+        named += [("target_model", config.target_model)]
+        named += [("cascade.judge.model", None if judge is None else judge.model)]
+    for key, model in named:
         if model is not None and model not in model_names:
             known = ", ".join(sorted(model_names))
             raise ValueError(f"{key}: no model has the name {model!r}. Use one of {known}.")

@@ -94,9 +94,9 @@ class CachingWriter(WrappingWriter):
         self._writer.write_events(events)
         self._record(_parse_chunks(events))
 
-    def filter_body(self, body: bytes) -> bytes:
+    async def filter_body(self, body: bytes) -> bytes:
         self._record(_split_body(body, is_chat=self._context.api is CHAT))
-        return self._writer.filter_body(body)
+        return await self._writer.filter_body(body)
 
     def discard(self) -> bool:
         flight = self._flight

@@ -1,4 +1,4 @@
-"""Writer of a smaller model's answer, which holds it back until its log-probabilities show that it is good enough."""
+"""Writer of a smaller model's answer, which holds it back until log-probabilities or a judge find it good enough."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import structlog
 from msgspec import Raw
 
-from argosy.deployment import CascadeConfig
+from argosy.deployment import CascadeConfig, JudgeConfig
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
+from argosy.gateway.proxy.model_call import ModelCaller
 from argosy.gateway.proxy.response_writers import ResponseWriter, WrappingWriter
 from argosy.gateway.request_context import CHAT, RequestContext
-from argosy.protocol import EVENT_END, event_data, format_event
+from argosy.policy.traffic import JUDGE_TOKENS, build_judge_prompt, parse_grade
+from argosy.protocol import EVENT_END, ApiError, event_data, format_event
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 MAX_HELD_BYTES = 1 << 20
 """Events that are held back at most. The tokens so far decide then."""
@@ -39,6 +44,7 @@ class CascadeWriter(WrappingWriter):
         context: RequestContext,
         config: CascadeConfig,
         can_escalate: Callable[[], bool],
+        caller: ModelCaller,
     ) -> None:
         """Create the writer of a request that a route with a cascade selected.
 
@@ -47,17 +53,21 @@ class CascadeWriter(WrappingWriter):
             context: The request.
             config: When the larger model answers.
             can_escalate: Returns whether it can answer now.
+            caller: Sends the answer to the judge.
         """
         super().__init__(writer)
         self._context = context
         self._config = config
         self._can_escalate = can_escalate
+        self._caller = caller
         self.abandon: Callable[[], object] | None = None
         """Ends the attempt that runs, so that the larger model can answer. None unless the smaller one answers."""
         self._is_requested = _FIELD in context.fields.raw
         self._held: list[bytes] | None = []
         """Events that are held back; None once they were passed on."""
         self._held_bytes = 0
+        self._texts: list[str] = []
+        """Text of the answer so far, for the judge."""
         self._is_good = False
         """Whether the answer was judged to be good enough."""
         self._num_tokens = 0
@@ -71,8 +81,8 @@ class CascadeWriter(WrappingWriter):
         return self._held is not None
 
     def request_logprobs(self) -> None:
-        """Ask the smaller model for log-probabilities. Call it before its first attempt."""
-        if not self._is_requested:
+        """Ask the smaller model for log-probabilities, if they decide. Call it before its first attempt."""
+        if not self._is_requested and self._config.needs_logprobs:
             is_chat = self._context.api is CHAT
             self._context.fields.raw[_FIELD] = Raw(b"true" if is_chat else b"0")
 
@@ -95,12 +105,12 @@ class CascadeWriter(WrappingWriter):
         if self._is_good:
             self._pass_on()
         elif is_decided or self._held_bytes > MAX_HELD_BYTES:
-            if self.judge() or self.abandon is None:
+            if self._check_tokens() or self.abandon is None:
                 self._pass_on()
             else:
                 self.abandon()
 
-    def filter_body(self, body: bytes) -> bytes:
+    async def filter_body(self, body: bytes) -> bytes:
         if self._held is not None:
             try:
                 response = _decode(body)
@@ -109,14 +119,15 @@ class CascadeWriter(WrappingWriter):
                 body = body if self._is_requested else _encode(response)
             except MALFORMED_EVENT_ERRORS as error:
                 raise ValueError(f"the response is malformed ({error})") from error
-            if not self.judge():
+            if not await self.judge():
                 raise EscalationError
             self._pass_on()
-        return self._writer.filter_body(body)
+        return await self._writer.filter_body(body)
 
     def discard(self) -> bool:
         if self._held is not None:
             self._held.clear()
+            self._texts.clear()
             self._held_bytes = self._num_tokens = 0
             self._sum = self._min = 0.0
         return self._writer.discard()
@@ -127,12 +138,58 @@ class CascadeWriter(WrappingWriter):
         self._pass_on()
         await self._writer.finish()
 
-    def judge(self) -> bool:
-        """Judge the answer so far, and record the verdict in the trace. Returns whether it is good enough."""
-        config, count = self._config, self._num_tokens
-        mean = self._sum / count if count else -math.inf
+    async def judge(self) -> bool:
+        """Judge a whole answer, and record the verdict in the trace. Returns whether it is good enough."""
+        config, mean = self._config.judge, self._mean_logprob
+        if not self._check_tokens() or config is None or not self._can_escalate():
+            return not self.reason
+        if config.sure_mean_logprob is not None and mean >= config.sure_mean_logprob:
+            return True
+        grade, failure = None, ""
+        try:
+            grade = await self._grade(config)
+        except (ApiError, TimeoutError, *MALFORMED_EVENT_ERRORS) as error:
+            failure = error.code if isinstance(error, ApiError) else type(error).__name__
+            log.warning("judge_failed", model=config.model, reason=failure)
+        if grade is None:
+            is_good = config.on_failure == "keep"
+            found = f"{config.model} gave no grade ({failure})"
+        else:
+            is_good = grade >= config.min_grade
+            found = f"{config.model} grades it {grade:g} of {config.min_grade:g}"
+        self.reason = "" if is_good else found
+        verdict = {"model": config.model, "grade": grade, "failure": failure}
+        self._context.record_verdict(
+            self._context.trace.routing[-1]["cascade"]
+            | {"judge": verdict, "escalated": not is_good, "reason": found}
+        )
+        return is_good
+
+    async def _grade(self, config: JudgeConfig) -> float:
+        """Return the judge's grade of the answer. Raises ApiError, TimeoutError, or ValueError and such without one."""
+        sample = self._context.fields.sample_prompt()
+        prompt = build_judge_prompt("" if sample is None else sample.text, "".join(self._texts))
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": JUDGE_TOKENS,
+            "temperature": 0,
+        }
+        answer = await self._caller.call(self._context, CHAT, _encode(body), config.timeout_s)
+        grade = parse_grade(_decode(answer)["choices"][0]["message"]["content"])
+        if grade is None:
+            raise ValueError
+        return grade
+
+    @property
+    def _mean_logprob(self) -> float:
+        return self._sum / self._num_tokens if self._num_tokens else -math.inf
+
+    def _check_tokens(self) -> bool:
+        """Check the log-probabilities so far, and record the verdict. Returns whether they are good enough."""
+        config, count, mean = self._config, self._num_tokens, self._mean_logprob
         problems = []
-        if not count:
+        if not count and config.has_least:
             problems.append("the model reports no log-probabilities")
         for name, value, least in (
             ("mean", mean, config.min_mean_logprob),
@@ -194,6 +251,9 @@ class CascadeWriter(WrappingWriter):
 
     def _read_choice(self, choice: dict[str, Any]) -> None:
         """Add the log-probabilities of a choice, and remove them unless the client wants them."""
+        if self._held is not None and self._config.judge is not None:
+            holder = choice.get("delta") or choice.get("message") or choice
+            self._texts.append(holder.get("content") or holder.get("text") or "")
         found = choice.get(_FIELD)
         if found and self._held is not None:
             for value in _list_logprobs(found):

@@ -147,7 +147,7 @@ class ContentFilterWriter(WrappingWriter):
         if output:
             self._writer.write_events(b"".join(output))
 
-    def filter_body(self, body: bytes) -> bytes:
+    async def filter_body(self, body: bytes) -> bytes:
         """Return a response in one piece with its texts filtered.
 
         Raises:

@@ -109,6 +109,8 @@ DRAFT_SUFFIX = "-draft"
 """Ends the id of the ledger row of a smaller model's answer that a larger model has replaced."""
 MODERATION_ROUTE = "moderation"
 """Route name in the ledger of requests to moderation models."""
+JUDGE_ROUTE = "judge"
+"""Route name in the ledger of requests to the judges of cascades."""
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
@@ -150,7 +152,10 @@ class CompletionHandlers:
             self.semantic_cache = SemanticCache(
                 models, ModelCaller(self.handle), cache, config.response_cache.max_bytes
             )
-        self._moderator = Moderator(models, ModelCaller(self._handle_unfiltered))
+        self._moderator = Moderator(
+            models, ModelCaller(partial(self._handle_internal, MODERATION_ROUTE))
+        )
+        self._judge_caller = ModelCaller(partial(self._handle_internal, JUDGE_ROUTE))
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
@@ -269,7 +274,8 @@ class CompletionHandlers:
             fields = await _parse_large_fields(exchange, body, *options)
         if fields.request_id:
             exchange.set_request_id(fields.request_id)
-        if PROMPT_ID in fields.raw or self._models.rules[PromptRule]:
+        is_internal = bool(exchange.internal_route)
+        if not is_internal and (PROMPT_ID in fields.raw or self._models.rules[PromptRule]):
             fields = await self._render_prompt(exchange, fields, principal, *options)
         context = self._build_context(exchange, fields, api, principal)
         writer: ResponseWriter = (
@@ -319,11 +325,11 @@ class CompletionHandlers:
         fields = await _parse_large_fields(exchange, rendered.body, api, cache_domain, session_id)
         return msgspec.structs.replace(fields, prompt_version=rendered.version)
 
-    async def _handle_unfiltered(
-        self, exchange: HttpExchange, principal: Principal, api: ApiShape, body: bytes
+    async def _handle_internal(
+        self, route: str, exchange: HttpExchange, principal: Principal, api: ApiShape, body: bytes
     ) -> None:
-        """Handle a request of moderation itself, to which no content rule applies. Raises as `handle` does."""
-        exchange.internal_route = MODERATION_ROUTE
+        """Handle a request of the gateway itself, to which only routes and cache rules apply. Raises as `handle`."""
+        exchange.internal_route = route
         await self.handle(exchange, principal, api, body)
 
     def _wrap_writer(self, writer: ResponseWriter, context: RequestContext) -> ResponseWriter:
@@ -347,7 +353,9 @@ class CompletionHandlers:
                 writer = CachingWriter(cache, writer, context, rule.config, rule.name, semantic)
         if context.cascade is not None:
             can_escalate = partial(self._can_escalate, context)
-            writer = CascadeWriter(writer, context, context.cascade, can_escalate)
+            writer = CascadeWriter(
+                writer, context, context.cascade, can_escalate, self._judge_caller
+            )
         return writer
 
     def _find_rule(
@@ -436,7 +444,7 @@ class CompletionHandlers:
 
         A rule that shortens marks the chat as one that may be too long.
         """
-        if api is not CHAT:
+        if api is not CHAT or exchange.internal_route:
             return None
         asked = bytes(fields.raw.get("truncation", b""))
         if asked == b'"disabled"':
@@ -616,7 +624,7 @@ class CompletionHandlers:
             await self._answer(context, continuation, relay, writer)
             if context.end_reason is EndReason.ESCALATED:
                 await asyncio.sleep(0)  # the task was cancelled when the stream had just ended
-            elif context.end_reason is not None or not writer.is_holding or writer.judge():
+            elif context.end_reason is not None or not writer.is_holding or await writer.judge():
                 return
         except EscalationError:
             pass
@@ -642,6 +650,8 @@ class CompletionHandlers:
         for route, decision in target.decisions[-1:]:
             if decision.is_taken and isinstance(route.config, RouteConfig):
                 context.cascade, context.conversation = route.config.cascade, decision.conversation
+                if exchange.internal_route:  # a judge would have to be judged
+                    context.cascade = None
             if decision.is_degraded:
                 headers.append((DEGRADED_HEADER, quote(decision.route).encode()))
         if target.max_cached_age_s:

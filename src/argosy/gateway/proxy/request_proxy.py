@@ -433,7 +433,7 @@ class RequestProxy:
         body = buffered.body
         if buffered.status == 200:
             try:
-                body = self._writer.filter_body(body)
+                body = await self._writer.filter_body(body)
                 if context.content is not None:
                     body = await self._writer.review_body(body)
             except ValueError as error:

@@ -66,7 +66,7 @@ class ResponseWriter:
     def send_progress(self, comment: bytes, event: bytes | None) -> None:
         """Send a comment and an event without content, if the response is a stream that has started."""
 
-    def filter_body(self, body: bytes) -> bytes:
+    async def filter_body(self, body: bytes) -> bytes:
         """Return a response that a replica sent in one piece as the client receives it.
 
         Raises:
@@ -194,8 +194,8 @@ class WrappingWriter(ResponseWriter):
     def send_progress(self, comment: bytes, event: bytes | None) -> None:
         self._writer.send_progress(comment, event)
 
-    def filter_body(self, body: bytes) -> bytes:
-        return self._writer.filter_body(body)
+    async def filter_body(self, body: bytes) -> bytes:
+        return await self._writer.filter_body(body)
 
     async def review_body(self, body: bytes) -> bytes:
         return await self._writer.review_body(body)

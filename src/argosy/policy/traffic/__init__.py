@@ -9,8 +9,10 @@ are copied to a version before it serves any user. A `FeatureFlag` is a choice t
 
 A `PromptClassifier` scores prompts by cheap features, so that simple ones go to a smaller model. `classifier_training`
 makes one from labelled prompts. A `ShareController` moves its threshold until a wanted share of the traffic holds.
+`build_judge_prompt` and `parse_grade` let a model grade answers.
 """
 
+from argosy.policy.traffic.answer_grade import JUDGE_TOKENS, build_judge_prompt, parse_grade
 from argosy.policy.traffic.feature_flag import (
     FLAG_VARIABLES,
     FeatureFlag,
