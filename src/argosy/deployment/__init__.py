@@ -167,6 +167,7 @@ from argosy.deployment.settings.routing_config import (
     RequestConditions,
     RouteConfig,
     SemanticCacheConfig,
+    SummaryConfig,
     TrafficTarget,
     TruncationRule,
     build_traffic_route,

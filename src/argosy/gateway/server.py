@@ -162,6 +162,7 @@ class GatewayServer:
         self._traces = TraceStore(config.explain)
         self._gateway_id = new_gateway_id()
         self._loop_monitor = LoopMonitor()
+        self._truncation = TruncationFilter()
         self._series = SeriesCollector(config, self._models) if config.series.enabled else None
         self._exporter: SpanExporter | None = None
         if config.tracing is not None:
@@ -260,7 +261,7 @@ class GatewayServer:
                 filters += await self._build_store_filters(config.store, quota_backend, exit_stack)
                 if self._stop_requested.is_set():
                     return
-            filters += [ContentFilter(self._metrics), TruncationFilter()]
+            filters += [ContentFilter(self._metrics), self._truncation]
             cache_store = create_idempotency_store(config.response_cache, *redis, "cache")
             await cache_store.start()
             exit_stack.push_async_callback(cache_store.close)
@@ -353,6 +354,7 @@ class GatewayServer:
             cache=cache,
             adapter_meter=self._add_adapter_parts(),
         )
+        self._truncation.call_model = generation.call_for_summary
         residency = ResidencyManager(
             lambda: self._models.pools, generation.read_demand, config.model_memory_bytes
         )

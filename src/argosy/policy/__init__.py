@@ -117,7 +117,14 @@ from argosy.policy.smoothing import (
 )
 from argosy.policy.tenant_memory import MemoryEntry, TenantMemory
 from argosy.policy.thread_count_policy import MEASURE_INTERVAL_S, ThreadCountPolicy
-from argosy.policy.truncation import TruncationPolicy, format_ranges, list_cuts
+from argosy.policy.truncation import (
+    Message,
+    TruncationPolicy,
+    build_summary_prompt,
+    format_ranges,
+    insert_summary,
+    list_cuts,
+)
 from argosy.policy.virtual_token_counters import (
     INPUT_TOKEN_WEIGHT,
     OUTPUT_TOKEN_WEIGHT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from argosy.deployment import (
     GatewayConfig,
     ModelConfig,
     ReplicaConfig,
+    SummaryConfig,
     TruncationRule,
 )
 
@@ -79,14 +80,17 @@ def chat(turns: int, **fields: Any) -> dict[str, Any]:  # noqa: ANN401 - fields 
 
 @contextlib.asynccontextmanager
 async def truncating_gateway(
-    *rules: TruncationRule, kind: BackendKind = "vllm", content: list[ContentRule] | None = None
+    *rules: TruncationRule,
+    kind: BackendKind = "vllm",
+    content: list[ContentRule] | None = None,
+    more_models: Sequence[ModelConfig] = (),
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, CountingUpstream]]:
     upstream = CountingUpstream(answer)
     async with listening(upstream):
         replica = ReplicaConfig(url=upstream.url, kind=kind, model="m")
         config = GatewayConfig(
             port=0,
-            models=[ModelConfig(name="big", replicas=[replica])],
+            models=[ModelConfig(name="big", replicas=[replica]), *more_models],
             truncation_rules=list(rules),
             content_rules=content or [],
         )
@@ -174,6 +178,39 @@ async def test_other_dialects_and_the_order_with_content_rules() -> None:
         response = await client.post("/v1/messages", json=anthropic)
         assert response.status_code == 200, response.text
         assert received(upstream)[:2] == ["Be", "u2"]
+
+
+async def test_a_model_summarises_what_is_dropped() -> None:
+    """The summary of the same messages is made once. Without one, they are dropped as by other rules."""
+    summary = SummaryConfig(model="big", max_tokens=16)
+    rules = [
+        TruncationRule(keep=0.5, summary=summary, headers={"x-model": "big"}),
+        TruncationRule(keep=0.5, summary=SummaryConfig(model="lost")),
+    ]
+    down = ReplicaConfig(url="http://127.0.0.1:1", kind="openai")
+    lost = ModelConfig(name="lost", replicas=[down])
+    async with truncating_gateway(*rules, more_models=[lost]) as (client, upstream):
+
+        async def send(turns: int, model: str) -> tuple[list[str], Any]:
+            response = await client.post(
+                "/v1/chat/completions", json=chat(turns), headers={"x-model": model}
+            )
+            assert response.status_code == 200, response.text
+            assert "messages[1:" in response.headers["x-argosy-ignored-fields"]
+            path = f"/admin/requests/{response.headers['x-argosy-request']}"
+            explained = (await client.get(path)).json()["truncation"]
+            return received(upstream)[:4], explained["summary_model"]
+
+        expected = ["Be", "Summary", "Understood.", "u7"]
+        assert await send(8, "big") == (expected, "big")
+        asked = upstream.requests[0].body
+        assert (asked["max_tokens"], len(upstream.requests)) == (16, 2)
+        assert "user: u0 word" in asked["messages"][0]["content"]
+        assert "a6 word" in asked["messages"][0]["content"]
+        assert upstream.requests[1].body["messages"][1]["content"].endswith("so far:\nYes.")
+        assert await send(8, "big") == (expected, "big")
+        assert len(upstream.requests) == 3
+        assert await send(8, "other") == (["Be", "u7", "a7", "question"], None)
 
 
 @pytest.mark.parametrize("kind", ["openai", "vllm"])

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import format_ranges, list_cuts
+from argosy.policy import build_summary_prompt, format_ranges, insert_summary, list_cuts
 
 ROLES = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
 
@@ -56,6 +56,11 @@ def test_cuts_keep_what_must_stay_and_do_not_move(
     assert cuts == sorted(cuts, key=len)
     for dropped in cuts:
         kept = [each for index, each in enumerate(messages) if index not in set(dropped)]
+        summarised = insert_summary(messages, dropped, "all")
+        turn = next(index for index, each in enumerate(summarised) if "content" in each)
+        assert [*summarised[:turn], *summarised[turn + 2 :]] == kept
+        assert [each["role"] for each in summarised[turn : turn + 2]] == ["user", "assistant"]
+        assert "all" in summarised[turn]["content"]
         assert [each for each in kept if each["role"] == "system"] == [
             each for each in messages if each["role"] == "system"
         ]
@@ -69,3 +74,18 @@ def test_cuts_keep_what_must_stay_and_do_not_move(
         grown = cut(letters + "u" + more, step, keeps_first_turn=keeps_first_turn)
         turns = [each for each in cuts[:-1] if each[-1] < letters.rindex("u")]
         assert grown[: len(turns)] == turns
+
+
+def test_prompt_of_a_summary_has_texts_and_calls_up_to_a_bound() -> None:
+    call = {"function": {"name": "find", "arguments": '{"id": 7}'}}
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url"}, 3]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x" * 500},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call, 1]},
+        {"role": "assistant", "tool_calls": 1},
+    ]
+    prompt = build_summary_prompt(messages, 120, 50)
+    assert 'user: see [image_url]\nassistant:  find({"id": 7})\nassistant: ' in prompt
+    assert "at most 50 words" in prompt
+    assert prompt.count("x" * 10) < 10

@@ -153,8 +153,8 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A model of this gateway that grades a smaller model's answer before the client gets it."""
 
     model: ByOperator[str]
-    """The judge, by any of its names. Its tokens are billed to the project that asks, for up to 8 of output and 32,000
-    characters of prompt."""
+    """The judge, by any of its names. Its tokens are billed to the project that asks: at most 8 of output, and those
+    of 4,096 characters of the question and 16,000 of the answer."""
     min_grade: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.7
     """Smallest grade, from 0 to 1, of an answer that the client gets."""
     sure_mean_logprob: ByOperator[Logprob | None] = None
@@ -301,6 +301,19 @@ class CacheRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fie
     """Answer similar questions, too. Off by default."""
 
 
+class SummaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of this gateway that summarises what is dropped from a conversation."""
+
+    model: ByOperator[str]
+    """The model, by any of its names. Its tokens are billed to the project that asks."""
+    max_tokens: ByOperator[Annotated[int, Meta(ge=16, le=2048)]] = 256
+    """Longest summary."""
+    max_chars: ByOperator[Annotated[int, Meta(ge=1000, le=200_000)]] = 32_000
+    """Characters of the dropped messages that the model reads, the latest ones."""
+    timeout_s: ByOperator[Annotated[float, Meta(gt=0, le=120)]] = 20.0
+    """Time for a summary. Without one the messages are dropped as without this setting."""
+
+
 class TruncationRule(RequestConditions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one truncation rule: its conditions, and how chats that are too long become shorter if they hold."""
 
@@ -311,6 +324,8 @@ class TruncationRule(RequestConditions, frozen=True, kw_only=True, forbid_unknow
     """Share of the context's room for prompts that is kept of a longer one. The next cut follows when it is full."""
     answer_tokens: ByOperator[Annotated[int, Meta(ge=1)] | None] = None
     """Tokens that are kept for answers of requests without a limit. By default an eighth of the context."""
+    summary: ByOperator[SummaryConfig | None] = None
+    """Put a summary of the dropped messages in their place."""
 
 
 def validate_conditions(
@@ -328,6 +343,8 @@ def validate_conditions(
         judge = None if config.cascade is None else config.cascade.judge
         named += [("target_model", config.target_model)]
         named += [("cascade.judge.model", None if judge is None else judge.model)]
+    if isinstance(config, TruncationRule) and config.summary is not None:
+        named += [("summary.model", config.summary.model)]
     for key, model in named:
         if model is not None and model not in model_names:
             known = ", ".join(sorted(model_names))

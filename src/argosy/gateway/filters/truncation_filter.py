@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import structlog
 from msgspec import Raw
 
-from argosy.deployment import TruncationRule
+from argosy.deployment import SummaryConfig, TruncationRule
+from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
 from argosy.gateway.event_loop import TenantSlots
 from argosy.gateway.pool import ReplicaEndpoint
-from argosy.gateway.request_context import CLIENT_ERROR_STATUSES, RequestContext
+from argosy.gateway.request_context import (
+    CHAT,
+    CLIENT_ERROR_STATUSES,
+    ApiShape,
+    RequestContext,
+)
 from argosy.gateway.request_fields import BYTES_PER_TOKEN, MAX_TOKEN_BYTES, TOOL_FIELDS
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.http_server import JSON_CONTENT_TYPE
-from argosy.policy import AttemptOutcome, classify_status, format_ranges, list_cuts
+from argosy.policy import (
+    AttemptOutcome,
+    Message,
+    build_summary_prompt,
+    classify_status,
+    format_ranges,
+    insert_summary,
+    list_cuts,
+)
 from argosy.protocol import IGNORED_FIELDS_HEADER, ApiError, format_names, invalid_request
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 COUNT_TIMEOUT_S = 10.0
 """Time for counting the tokens of one prompt."""
@@ -32,6 +51,12 @@ _TEMPLATE_FIELDS = (*TOOL_FIELDS, "chat_template_kwargs", "documents", "reasonin
 """Fields beside the messages that a chat template renders."""
 MESSAGE_OVERHEAD_TOKENS = 16
 """Tokens that a template adds to a message, at most."""
+MAX_SUMMARIES = 1000
+"""Summaries that a gateway keeps, of all tenants. Those that were used longest ago are dropped first."""
+MAX_SUMMARY_CHARS = 10_000
+"""Characters of a summary that are used."""
+ModelCall = Callable[[RequestContext, ApiShape, bytes, float], Awaitable[bytes]]
+"""Sends the body of a request to an API, on behalf of a client's request and within seconds, as `ModelCaller.call`."""
 _EMPTY_MESSAGE_BYTES = len(b'{"role":"user","content":""}')
 _encode = msgspec.json.Encoder().encode
 
@@ -41,6 +66,10 @@ class TruncationFilter:
 
     def __init__(self) -> None:
         self._slots = TenantSlots(MAX_CONCURRENT_PER_TENANT)
+        self.call_model: ModelCall | None = None
+        """Sends a request for a summary. The server sets it."""
+        self._summaries: OrderedDict[bytes, str] = OrderedDict()
+        """Summaries by tenant, settings and what they summarise, so that a prefix stays the same."""
 
     async def on_request(self, context: RequestContext) -> bool:
         """Make the conversation fit.
@@ -73,9 +102,15 @@ class TruncationFilter:
         if _surely_fits(context, messages, room):
             context.fields.raw.pop("truncation", None)
             return
+        shortened: list[Message] | None = None
         async with self._slots.hold(context.exchange, context.principal.tenant):
             try:
-                dropped = await self._find_cut(_TokenCounter(context), rule, messages, room)
+                counter = _TokenCounter(context)
+                dropped = await self._find_cut(counter, rule, messages, room)
+                if dropped and rule.summary is not None:
+                    shortened = await self._summarise(context, rule.summary, messages, dropped)
+                    if shortened is not None and await counter.exceeds(shortened, room):
+                        shortened = None
             except _NotCountedError:
                 context.fields.raw.pop("truncation", None)
                 if not context.fields.exceeds_token_limit(limit):
@@ -86,7 +121,50 @@ class TruncationFilter:
             raise _too_long(limit, "even without the turns that may be dropped")
         context.fields.raw.pop("truncation", None)
         if dropped:
-            _drop(context, rule, messages, dropped)
+            _drop(context, rule, messages, dropped, shortened)
+
+    async def _summarise(
+        self,
+        context: RequestContext,
+        config: SummaryConfig,
+        messages: list[dict[str, Any]],
+        dropped: Sequence[int],
+    ) -> list[Message] | None:
+        """Return the conversation with a summary of its dropped messages; None if there is none in time."""
+        prompt = build_summary_prompt(
+            [messages[index] for index in dropped], config.max_chars, config.max_tokens // 2
+        )
+        principal = context.principal
+        identity = (
+            principal.tenant,
+            principal.cache_domain,
+            config.model,
+            config.max_tokens,
+            prompt,
+        )
+        key = hashlib.blake2b(_encode(identity), digest_size=16).digest()
+        summary = self._summaries.get(key)
+        if summary is None and self.call_model is not None:
+            body = {
+                "model": config.model,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": config.max_tokens,
+                "temperature": 0,
+            }
+            try:
+                answer = await self.call_model(context, CHAT, _encode(body), config.timeout_s)
+                content = msgspec.json.decode(answer)["choices"][0]["message"]["content"]
+                summary = content.strip()[:MAX_SUMMARY_CHARS]
+            except (ApiError, TimeoutError, *MALFORMED_EVENT_ERRORS) as error:
+                reason = error.code if isinstance(error, ApiError) else type(error).__name__
+                log.warning("summary_failed", model=config.model, reason=reason)
+        if not summary:
+            return None
+        self._summaries[key] = summary
+        self._summaries.move_to_end(key)
+        if len(self._summaries) > MAX_SUMMARIES:
+            self._summaries.popitem(last=False)
+        return insert_summary(messages, dropped, summary)
 
     @staticmethod
     async def _find_cut(
@@ -101,6 +179,9 @@ class TruncationFilter:
         """
         if not await counter.exceeds(messages, room):
             return ()
+        left = room
+        if rule.summary is not None:
+            left = max(room // 2, room - rule.summary.max_tokens - 2 * MESSAGE_OVERHEAD_TOKENS)
         cuts = list_cuts(
             messages,
             _measure_bytes,
@@ -110,7 +191,7 @@ class TruncationFilter:
         low, high = 0, len(cuts)
         while low < high:
             middle = (low + high) // 2
-            if await counter.exceeds(_without(messages, cuts[middle]), room):
+            if await counter.exceeds(_without(messages, cuts[middle]), left):
                 low = middle + 1
             else:
                 high = middle
@@ -129,7 +210,7 @@ class _TokenCounter:
             if name in context.fields.raw
         }
 
-    async def exceeds(self, messages: list[dict[str, Any]], room: int) -> bool:
+    async def exceeds(self, messages: Sequence[Message], room: int) -> bool:
         """Return whether a conversation has more tokens than there is room for.
 
         Raises:
@@ -233,10 +314,14 @@ def _drop(
     rule: TruncationRule,
     messages: list[dict[str, Any]],
     dropped: Sequence[int],
+    shortened: Sequence[Message] | None,
 ) -> None:
-    """Drop messages from a request, and say so in a header and in its explanation."""
+    """Drop messages from a request, and report it in a header and in its explanation.
+
+    `shortened` is the conversation with a summary; None without one.
+    """
     fields = context.fields
-    encoded = _encode(_without(messages, dropped))
+    encoded = _encode(_without(messages, dropped) if shortened is None else shortened)
     fields.raw["messages"] = Raw(encoded)
     ranges = format_ranges(dropped)
     saved_tokens = (fields.prompt_bytes - len(encoded)) // BYTES_PER_TOKEN
@@ -253,6 +338,9 @@ def _drop(
         "messages": len(messages),
         "dropped": list(ranges),
     }
+    if rule.summary is not None:
+        made = None if shortened is None else rule.summary.model
+        context.trace.truncation["summary_model"] = made
 
 
 def _too_long(limit: int, reason: str) -> ApiError:

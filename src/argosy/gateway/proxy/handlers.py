@@ -111,6 +111,8 @@ MODERATION_ROUTE = "moderation"
 """Route name in the ledger of requests to moderation models."""
 JUDGE_ROUTE = "judge"
 """Route name in the ledger of requests to the judges of cascades."""
+SUMMARY_ROUTE = "summary"
+"""Route name in the ledger of requests for summaries of truncated conversations."""
 MODEL_HEADER = b"x-argosy-model"
 """Response header with the model that answers, if a route, a weight or a fallback selected it."""
 
@@ -156,6 +158,8 @@ class CompletionHandlers:
             models, ModelCaller(partial(self._handle_internal, MODERATION_ROUTE))
         )
         self._judge_caller = ModelCaller(partial(self._handle_internal, JUDGE_ROUTE))
+        self.call_for_summary = ModelCaller(partial(self._handle_internal, SUMMARY_ROUTE)).call
+        """Sends a request for the summary of a part of a conversation."""
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None:
             self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
