@@ -160,7 +160,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sure_mean_logprob: ByOperator[Logprob | None] = None
     """Mean log-probability from which an answer is not graded, which saves the judge's tokens."""
     on_failure: ByOperator[Literal["keep", "escalate"]] = "keep"
-    """What happens to an answer that the judge does not grade in time, or for which the limits leave no room."""
+    """Effect of a grade that does not come in time, or for which the limits leave no room: `keep` sends the answer."""
     timeout_s: ByOperator[Annotated[float, Meta(gt=0, le=60)]] = 5.0
     """Time for the grade."""
 

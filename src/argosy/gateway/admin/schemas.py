@@ -70,7 +70,7 @@ class ProjectView(Project, frozen=True, kw_only=True, tag_field="object", tag="p
     max_stored_bytes: int
     """Bytes that it may store: its limit on `stored_bytes`, or `store.max_stored_bytes_per_project` of the settings."""
     unread_flags: list[str]
-    """Those of its flags that neither a rule nor the gateway reads now."""
+    """Flags of it that neither a rule nor the gateway reads now."""
 
 
 class UserView(User, frozen=True, kw_only=True, tag_field="object", tag="user"):
@@ -169,7 +169,7 @@ class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key")
     """An API key, without the plain key."""
 
     unread_flags: list[str]
-    """Those of its flags that neither a rule nor the gateway reads now."""
+    """Flags of it that neither a rule nor the gateway reads now."""
 
 
 class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="key"):
