@@ -5,8 +5,8 @@
     argosy cache evaluate --pairs blind.jsonl --embedding-model minilm
 
 The guard was written with the training pairs in view, and `no_substitution` was widened once after a first look at the
-hold-out. The blind pairs were written after that, without a look at the words of the guard. They were evaluated once, at
-the lowest threshold with the fewest wrong answers to training pairs, and nothing was changed afterwards. Take
+hold-out. The blind pairs were written after that, without a look at the words of the guard. They were evaluated once,
+at the lowest threshold with the fewest wrong answers to training pairs, and nothing was changed afterwards. Take
 pairs of your own traffic to turn a rule on. A line has the questions `a` and `b`, whether they have the `same` answer,
 and the `kind` of their difference.
 """
