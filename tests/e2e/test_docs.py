@@ -105,7 +105,12 @@ EXHAUSTIVE = {
     "upgrade-and-roll-back.md",
 }
 """Pages that start many processes. Faster tests of the same subjects are in the default tier."""
-NEED_A_SERVER = {"add-vllm-or-sglang.md", "long-streams.md", "upgrade-and-roll-back.md"}
+NEED_A_SERVER = {
+    "add-vllm-or-sglang.md",
+    "long-streams.md",
+    "prefix-cache.md",
+    "upgrade-and-roll-back.md",
+}
 """Pages that begin with a server that runs."""
 PORTS = ("8000", "8001", "8002")
 FIRST_SERVER = "make serve\n"

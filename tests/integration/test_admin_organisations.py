@@ -189,6 +189,10 @@ CASES: dict[str, EndpointCase] = {
         body=lambda _: {"request": {"model": "big", "prompt": "Say"}},
     ),
     "list_prefixes": EndpointCase("viewer", "gateway", query=lambda _: {"model": "big"}),
+    "list_prefix_reports": EndpointCase(
+        "viewer", query=lambda ids: {"project": ids.project}, unknown_list_status=404
+    ),
+    "watch_prefixes": EndpointCase("operator", body=lambda ids: {"project": ids.project}),
     "list_fleet_events": EndpointCase("viewer", "gateway"),
     **{
         f"{action}_replica": OperatorCase(body=replica_fields)

@@ -16,6 +16,7 @@ from argosy.cli import (
     cache,
     chat,
     controller,
+    doctor,
     embed,
     explain,
     flags,
@@ -109,6 +110,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Tools": {
         "explain": explain.explain,
+        "doctor": doctor.app,
         "build-native": build_native.build_native,
         "version": print_version,
         "models": models.app,

@@ -59,6 +59,7 @@ from argosy.gateway.pool import (
     Resolver,
     resolve_host,
 )
+from argosy.gateway.prefix_doctor import PrefixDoctor
 from argosy.gateway.proxy import (
     CompletionHandlers,
     FastPath,
@@ -167,13 +168,14 @@ class GatewayServer:
         self._exporter: SpanExporter | None = None
         if config.tracing is not None:
             self._exporter = SpanExporter(config.tracing, self._gateway_id, self._metrics)
+        self._prefix_doctor = PrefixDoctor(config.explain.prefix_sample_ratio)
+        self._parts: list[GatewayPart] = [GatewayPart(tasks=[self._prefix_doctor.run])]
+        """Optional parts that the gateway has, in the order in which they were added."""
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._outcomes: OutcomeMeter | None = None
         self._certificates: CertificateWatcher | None = None
         self._fleet_pools: FleetPoolsHandler | None = None
-        self._parts: list[GatewayPart] = []
-        """Optional parts that the gateway has, in the order in which they were added."""
         self._add_settings_parts(pools, load_config)
         self._is_accepting = False
         """Whether clients' connections are accepted."""
@@ -252,7 +254,8 @@ class GatewayServer:
             series = None if self._series is None else self._series.recorder
             filters: list[RequestFilter] = [
                 TelemetryFilter(
-                    self._traces, self._metrics, time.monotonic, series, self._exporter
+                    *(self._traces, self._metrics, time.monotonic, series),
+                    *(self._exporter, self._prefix_doctor),
                 ),
                 IdempotencyFilter(idempotency_store, config.idempotency.max_response_bytes),
             ]
@@ -512,6 +515,7 @@ class GatewayServer:
             explainer.explain,
             AdminCallLimiter(self._loop_monitor),
             cache_admin=caches,
+            prefix_doctor=self._prefix_doctor,
             fleet_control=fleet_control,
             series_queries=series_queries,
             fleet_logs=self._replica_logs,

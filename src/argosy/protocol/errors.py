@@ -213,7 +213,8 @@ _MEANINGS = {
         "too_many_connections": "All connections that the client's address may have run requests; see"
         " `max_connections_per_address`. The connection is closed.",
         "overloaded": "The queue is full for this tier, the wait was too long, or too many calls of the caller or"
-        " its organisation wait for the admin API. Or background responses of the tenant take too much memory.",
+        " its organisation wait for the admin API. Or background responses of the tenant take too much memory, or"
+        " 64 examinations of prompts run.",
     },
     499: {
         "client_closed_request": "The client disconnected.",

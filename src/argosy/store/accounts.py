@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import UNSET, UnsetType
 
@@ -132,13 +132,12 @@ class Accounts(RecordTables):
         """Return the project with this id, or raise NotFoundError."""
         return self._get_record(Project, project)
 
-    def record_cache_purge(
-        self, project: str | None, model: str | None, purged: int, actor: str
+    def record_decision(
+        self, action: str, subject: str, details: Mapping[str, object], actor: str
     ) -> None:
-        """Record in the audit log that `actor` removed kept answers of a project and a model; None stands for all."""
+        """Record a decision of `actor` in the audit log that changes nothing in the store, such as `cache.purge`."""
         with self._begin_transaction(actor) as transaction:
-            details = {"project": project, "model": model, "purged": purged}
-            transaction.append_decision("cache.purge", project or model or "all", details)
+            transaction.append_decision(action, subject, dict(details))
 
     def list_projects(
         self, organisation: str | None = None, page: PageRequest = ALL_RECORDS

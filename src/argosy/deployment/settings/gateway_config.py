@@ -226,12 +226,15 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many ended requests can be explained, and for how long."""
+    """How many ended requests can be explained, for how long, and how many prompts are examined."""
 
     max_requests: ByOperator[Annotated[int, Meta(ge=0)]] = 10_000
     """Maximum number of explanations kept."""
     retention_s: ByOperator[Annotated[float, Meta(ge=0)]] = 3600.0
     """How long an explanation is kept."""
+    prefix_sample_ratio: ByOperator[Annotated[float, Meta(ge=0, le=1)]] = 0.02
+    """Share of the time in which the prompts of a tenant are examined for `argosy doctor prefix`. Hashes of them are
+    kept, no text. With 0, an operator can still have them examined for a limited time."""
 
 
 RequestSetting = RequestConditions | PromptConfig | DeclaredFlag

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -49,6 +48,8 @@ async def purge_cache(scope: AdminScope, request: AdminRequest) -> PurgeView:
         tenant = project.organisation, project.id
     result = await scope.caches.purge(tenant, body.model, request.actor)
     if scope.store is not None:
-        record = partial(scope.accounts.record_cache_purge, body.project, body.model)
-        await run_in_daemon_thread(record, result.purged, request.actor)
+        details = {"project": body.project, "model": body.model, "purged": result.purged}
+        subject = body.project or body.model or "all"
+        record = scope.accounts.record_decision
+        await run_in_daemon_thread(record, "cache.purge", subject, details, request.actor)
     return result

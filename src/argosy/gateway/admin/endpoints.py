@@ -17,6 +17,7 @@ from argosy.gateway.admin.change_check import check_change
 from argosy.gateway.auth import Authenticator, organisation_scope
 from argosy.gateway.cache_admin import CacheAdmin
 from argosy.gateway.model_registry import ReplicaAdmin
+from argosy.gateway.prefix_doctor import PrefixDoctor
 from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
@@ -91,6 +92,8 @@ class AdminScope:
     """Id of the organisation, or None for the whole gateway."""
     cache_admin: CacheAdmin | None = None
     """Caches of responses. None if the gateway has none."""
+    prefix_doctor: PrefixDoctor | None = None
+    """Diagnosis of prompts that miss the prefix cache."""
     fleet_control: FleetControl | None = None
     """Control of the declared fleet that the gateway belongs to. None if it belongs to none."""
     series_queries: SeriesQueries | None = None
@@ -125,6 +128,11 @@ class AdminScope:
     def caches(self) -> CacheAdmin:
         """The caches of responses."""
         return _require(self.cache_admin, "This gateway has no cache of responses.")
+
+    @property
+    def prefixes(self) -> PrefixDoctor:
+        """The diagnosis of prompts that miss the prefix cache."""
+        return _require(self.prefix_doctor, "This gateway does not examine prompts.")
 
     @property
     def declared_fleet(self) -> FleetControl:

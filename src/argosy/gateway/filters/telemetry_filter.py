@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from operator import sub
 
+from argosy.gateway.prefix_doctor import PrefixDoctor
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import TraceStore
 from argosy.gateway.trace_context import read_trace_context
@@ -40,12 +41,14 @@ class TelemetryFilter:
         clock: Callable[[], float],
         series: SeriesRecorder | None = None,
         exporter: SpanExporter | None = None,
+        prefix_doctor: PrefixDoctor | None = None,
     ) -> None:
         self._traces = traces
         self._metrics = metrics
         self._clock = clock
         self._series = series
         self._exporter = exporter
+        self._prefix_doctor = prefix_doctor
 
     async def on_request(self, context: RequestContext) -> bool:
         """Start the trace and add the request id to the response headers."""
@@ -127,6 +130,8 @@ class TelemetryFilter:
             self._record_intervals(context)
         if self._exporter is not None:
             self._exporter.add(context)
+        if self._prefix_doctor is not None:
+            self._prefix_doctor.add(context)
         self._traces.complete(trace, now)
         self._record_metrics(context, now)
 

@@ -9,7 +9,7 @@ in `run_with_restarts`.
 
 from argosy.deployment import DiscoveryMode
 from argosy.gateway.pool.dns_discovery import DnsDiscovery, Resolver, resolve_host
-from argosy.gateway.pool.placement_requests import build_placement_request
+from argosy.gateway.pool.placement_requests import build_placement_request, compute_cache_scope
 from argosy.gateway.pool.pool import ModelStartup, Pool, PoolVersions
 from argosy.gateway.pool.prefix_map import PrefixMap, build_prefix_map
 from argosy.gateway.pool.prober import Prober

@@ -9,7 +9,7 @@ from functools import partial
 from msgspec import Raw
 
 from argosy.gateway.principal import Principal
-from argosy.gateway.request_fields import RequestFields
+from argosy.gateway.request_fields import TOOL_FIELDS, RequestFields
 from argosy.policy import BLOCK_BYTES, compute_prefix_keys
 from argosy.policy.placement import PlacementRequest
 from argosy.store import Adapter
@@ -88,6 +88,12 @@ def compute_prompt_digest(fields: RequestFields, tenant: str) -> bytes:
     digest = hashlib.blake2b(prefix, digest_size=16)
     digest.update(prompt[-MAX_DIGESTED_BYTES:])
     return digest.digest()
+
+
+def compute_cache_scope(fields: RequestFields, cache_domain: str, content: str) -> bytes:
+    """Return a digest of what separates the cache entries of equal prompts with equal tools."""
+    raw = {name: value for name, value in fields.raw.items() if name not in TOOL_FIELDS}
+    return hashlib.blake2b(_prefix_salt(cache_domain, content, raw), digest_size=16).digest()
 
 
 def _prefix_salt(cache_domain: str, content: str, raw: Mapping[str, Raw]) -> bytes:

@@ -27,6 +27,7 @@ from argosy.store import ReplicaSetting
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 TOKENS_PER_WAITING_REQUEST = 512
 """Assumed prompt tokens per queued request at servers of other backends, which do not report prompt lengths."""
+FULL_KV_USAGE_RATIO = 0.95
 UNDRAIN_WINDOW_S = 60.0
 """Age up to which an operator's decision also ends a drain that began before this gateway knew of it."""
 
@@ -110,6 +111,8 @@ class ReplicaEndpoint(PlacementReplica):
     """Tasks of the model, like `generate` or `embed`; None if the replica does not report them."""
     report: LoadResponse | None = None
     """Latest load report of a native replica."""
+    cache_resets: int = field(default=0, init=False)
+    """How often another process was found at the address of a native replica, so that its cache was empty."""
     adapter_loads: dict[str, asyncio.Task[str]] = field(default_factory=dict, init=False)
     """Load calls for adapters at a server of another engine, by digest, those used last at the end. They return why
     they failed."""
@@ -193,6 +196,15 @@ class ReplicaEndpoint(PlacementReplica):
         self.on_capacity_change()
 
     @property
+    def is_cache_full(self) -> bool:
+        """Whether the KV cache has no block left that is neither used nor cached, as far as the replica reports it."""
+        report = self.report
+        if report is None:
+            return self.load.kv_usage_ratio >= FULL_KV_USAGE_RATIO
+        used = report.kv_blocks_used + report.kv_blocks_cached
+        return used >= FULL_KV_USAGE_RATIO * report.kv_blocks_total
+
+    @property
     def model_digest(self) -> str:
         """Digest of the model, if the replica has verified one."""
         return "" if self.report is None else self.report.model_digest
@@ -208,6 +220,7 @@ class ReplicaEndpoint(PlacementReplica):
         is_other_arithmetic = is_new_arithmetic and bool(self.arithmetic_id)
         if is_other_arithmetic or (previous is not None and report.step < previous.step):
             self.prefix_index.clear()
+            self.cache_resets += 1
         if is_other_arithmetic:
             self.reset_speed()
         if is_new_arithmetic:

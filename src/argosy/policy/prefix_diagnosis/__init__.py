@@ -1,8 +1,8 @@
 """Diagnosis of prompts that miss the prefix cache: which tokens were lost, why, and what a fix would save.
 
-A `PromptOutline` keeps the structure of a prompt as hashes, without its text. `diagnose_prompt` compares the outline of
-a served prompt with those of earlier ones, and puts each of its tokens in one class. `PromptMemory` keeps the earlier
-ones within bounds.
+A `PromptOutline` keeps the structure of a prompt as hashes, without its text. Earlier prompts are kept in a bounded
+`PromptMemory`. The function `diagnose_prompt` compares a served prompt with earlier ones, and puts each of its tokens
+in one class. A `PrefixTally` sums up the diagnoses of a project and model.
 """
 
 from argosy.policy.prefix_diagnosis.diagnosis import (
@@ -19,16 +19,4 @@ from argosy.policy.prefix_diagnosis.outline import (
     outline_prompt,
 )
 from argosy.policy.prefix_diagnosis.prompt_memory import PromptMemory
-
-__all__ = [
-    "PlacementCause",
-    "PrefixDiagnosis",
-    "PromptCause",
-    "PromptMemory",
-    "PromptOutline",
-    "PromptSegment",
-    "SegmentKind",
-    "ServedPrompt",
-    "diagnose_prompt",
-    "outline_prompt",
-]
+from argosy.policy.prefix_diagnosis.tally import PrefixFinding, PrefixReport, PrefixTally

@@ -55,7 +55,7 @@ class ServedPrompt(msgspec.Struct, frozen=True, eq=False, gc=False):
     prompt_tokens: int
     """Tokens of the prompt, as in the ledger."""
     cached_tokens: int
-    """Those that the replica had cached."""
+    """Tokens that the replica had cached."""
     replica: str
     cache_resets: int
     """How often the replica's cache was found to be empty before."""

@@ -17,7 +17,7 @@ import msgspec
 import re2
 
 SegmentKind = Literal["system", "tool", "user", "assistant", "other", "text"]
-"""What a segment is: the description of a tool, the text of a completion, or the role of a message."""
+"""Kind of a segment: the description of a tool, the text of a completion, or the role of a message."""
 MaskKind = Literal["uuid", "time", "date", "path", "number", "random_id"]
 """Kind of a value that is masked."""
 MAX_PIECE_BYTES = 256
