@@ -109,6 +109,8 @@ NEED_A_SERVER = {
     "add-vllm-or-sglang.md",
     "long-streams.md",
     "prefix-cache.md",
+    "notices.md",
+    "runbooks.md",
     "upgrade-and-roll-back.md",
 }
 """Pages that begin with a server that runs."""

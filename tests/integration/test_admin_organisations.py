@@ -159,6 +159,13 @@ CASES: dict[str, EndpointCase] = {
     "label_prompt": EndpointCase("operator", id_kind="prompt", body=lambda _: {"label": "staging"}),
     "delete_prompt": EndpointCase("operator", id_kind="prompt"),
     "render_prompt": EndpointCase("viewer", body=lambda ids: {"prompt_id": ids.prompt}),
+    "list_alerts": EndpointCase("viewer", "gateway"),
+    "silence_alerts": OperatorCase(
+        body=lambda _: {"matchers": {"model": "big"}, "duration_s": 60, "reason": "test"}
+    ),
+    "end_silence": EndpointCase("operator", "gateway", id_kind="prompt", success_status=404),
+    # Three callers may order tests, each once.
+    "order_notice_test": OperatorCase(body=lambda _: {"receiver": "pager"}),
     "list_flags": EndpointCase("viewer", "gateway"),
     # The gateway declares no flags, which is the answer to callers who may switch them.
     "switch_flag": EndpointCase("operator", "gateway", id_kind="prompt", success_status=404),

@@ -1,8 +1,25 @@
 """Alerting of a fleet, in its leading controller, or in a gateway without a controller.
 
 An `AlertLoop` asks its sources for conditions every 10 seconds and keeps the alerts as an `AlertState`, which
-`AlertRecords` reads from and writes to the store. Decisions are those of `policy.alerting`.
+`AlertRecords` reads from and writes to the store. The notices that have to be sent are a part of it, so that a process
+that takes over sends what the last one did not. A `Notifier` delivers them through `NoticeChannels`. An `OrderBook` has
+the silences and test notices that people order. Decisions are those of `policy.alerting`.
 """
 
+from argosy.alerting.alert_admin import AlertAdmin, ShownAlert
 from argosy.alerting.alert_loop import AlertLoop, AlertSource
-from argosy.alerting.alert_records import AlertRecords, AlertState, read_alerts
+from argosy.alerting.alert_orders import (
+    MAX_SILENCE_S,
+    AlertOrders,
+    OrderBook,
+    TestOrder,
+)
+from argosy.alerting.alert_records import (
+    STANDALONE_FLEET,
+    AlertRecords,
+    AlertState,
+    ReceiverState,
+    TestResult,
+    read_alerts,
+)
+from argosy.alerting.machine_alerts import MachineAlerts

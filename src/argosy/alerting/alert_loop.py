@@ -1,4 +1,4 @@
-"""Loop that asks sources for conditions, and keeps the alerts that follow from them."""
+"""Loop that asks sources for conditions, keeps the alerts that follow from them, and notifies people."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import structlog
 
+from argosy.alerting.alert_orders import AlertOrders, OrderBook
 from argosy.alerting.alert_records import AlertRecords
-from argosy.policy.alerting import (
-    DEFAULT_TIMING,
-    Alert,
-    AlertCondition,
-    AlertTiming,
-    update_alerts,
-)
+from argosy.alerting.notifier import Notifier
+from argosy.deployment import AlertingConfig
+from argosy.policy.alerting import Alert, AlertCondition, update_alerts, update_groups
+from argosy.process import run_in_daemon_thread
+from argosy.store import StoreError
 
 EVALUATION_INTERVAL_S = 10.0
+DELIVERY_INTERVAL_S = 1.0
 SOURCE_TIMEOUT_S = 8.0
 MAX_BLIND_S = 300.0
 """Time without data of a source after which that is an alert."""
@@ -34,7 +34,9 @@ class AlertLoop:
 
     Args:
         records: The alerts.
+        orders: Silences and test notices that people ordered.
         sources: Where conditions come from. One that raises or takes too long has no data.
+        read_config: Returns the settings in force.
         on_changed: Called with the alerts that started or ended, after the store has them.
         clock: Returns seconds since the epoch.
         monotonic: Returns seconds of a clock without steps.
@@ -43,33 +45,42 @@ class AlertLoop:
     def __init__(
         self,
         records: AlertRecords,
+        orders: OrderBook,
         sources: Sequence[AlertSource],
+        read_config: Callable[[], AlertingConfig],
         *,
-        timing: AlertTiming = DEFAULT_TIMING,
         on_changed: Callable[[Sequence[Alert]], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._records = records
+        self._orders = orders
         self._sources = sources
-        self._timing = timing
+        self._read_config = read_config
         self._on_changed = on_changed
         self._clock = clock
         self._monotonic = monotonic
+        self._notifier = Notifier(records, clock)
+        self._known_orders = AlertOrders()
         self._evaluated_at = monotonic()
         self._reported_at = [self._evaluated_at] * len(sources)
 
     async def run(self) -> None:
-        """Evaluate until cancelled."""
+        """Evaluate and notify until cancelled."""
         try:
-            while True:
-                try:
-                    await self.evaluate()
-                except Exception:
-                    log.exception("alert_evaluation_failed")
-                await asyncio.sleep(EVALUATION_INTERVAL_S)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._repeat(self.evaluate, EVALUATION_INTERVAL_S))
+                tasks.create_task(self._repeat(self.deliver, DELIVERY_INTERVAL_S))
         finally:
             await self._records.release()
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], interval_s: float) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("alert_evaluation_failed")
+            await asyncio.sleep(interval_s)
 
     async def evaluate(self) -> None:
         """Evaluate once, if this process is the one that does."""
@@ -78,29 +89,60 @@ class AlertLoop:
         if not await self._records.acquire(now):
             return
         conditions, is_complete = await self._read_sources(now, monotonic)
-        state = self._records.state
+        orders = await self._read_orders()
+        config, state = self._read_config(), self._records.state
         alerts = update_alerts(
             state.alerts,
-            conditions,
+            [*conditions, *self._notifier.list_conditions()],
             is_complete=is_complete,
             now=now,
             elapsed_s=elapsed_s,
-            timing=self._timing,
+            timing=config.timing,
         )
+        groups = update_groups(state.groups, alerts, config.find_routes, orders.silences, now)
+        tests = {each.id for each in orders.tests}
+        self._records.state = msgspec.structs.replace(
+            state,
+            alerts=alerts,
+            groups=groups,
+            tests={name: each for name, each in state.tests.items() if name in tests},
+            evaluated_at=now,
+        )
+        for order in orders.tests:
+            self._notifier.add_test(order)
         changed = [
             alert
             for fingerprint, alert in alerts.items()
             if fingerprint not in state.alerts
             or alert.ended_at != state.alerts[fingerprint].ended_at
         ]
-        self._records.state = msgspec.structs.replace(state, alerts=alerts)
-        if changed and await self._records.save(self._records.state, now):
-            for alert in changed:
-                if alert.is_firing:
-                    log.warning("alert_fires", labels=alert.labels, summary=alert.summary)
-                else:
-                    log.info("alert_ended", labels=alert.labels, summary=alert.summary)
+        is_pending = groups != state.groups or any(
+            each.id not in state.tests for each in orders.tests
+        )
+        if (changed or is_pending) and await self._records.save(now):
+            self._report(changed)
+
+    async def deliver(self) -> None:
+        """Send what is due once, if this process evaluates the alerts."""
+        if self._records.is_held:
+            await self._notifier.deliver(self._read_config())
+
+    def _report(self, changed: Sequence[Alert]) -> None:
+        for alert in changed:
+            if alert.is_firing:
+                log.warning("alert_fires", labels=alert.labels, summary=alert.summary)
+            else:
+                log.info("alert_ended", labels=alert.labels, summary=alert.summary)
+        if changed:
             self._on_changed(changed)
+
+    async def _read_orders(self) -> AlertOrders:
+        """Return what people ordered, as it was known last while the store cannot be read."""
+        try:
+            self._known_orders = await run_in_daemon_thread(self._orders.read)
+        except StoreError as error:
+            log.warning("alerts_not_saved", reason=str(error))
+        return self._known_orders
 
     async def _read_sources(
         self, now: float, monotonic: float

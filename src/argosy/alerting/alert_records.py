@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 import msgspec
 import structlog
 
-from argosy.policy.alerting import Alert
+from argosy.policy.alerting import Alert, NoticeGroup
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetDocument, FleetStore, StoreError
 
 DOCUMENT_NAME = "alerting/state"
+STANDALONE_FLEET = "-"
+"""Name under which gateways without a fleet keep their alerts. No fleet can have it."""
 HOLD_S = 45.0
 """Time after its last write after which another process may take over from a holder."""
 RENEWAL_INTERVAL_S = 15.0
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.alerting")
+
+
+class ReceiverState(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether notices reach a receiver. Times are seconds since the epoch."""
+
+    delivered_at: float | None = None
+    failing_since: float | None = None
+    """Time of the first failure since the last delivery; None if there is none."""
+    error: str = ""
+
+
+class TestResult(msgspec.Struct, frozen=True):
+    """Result of an ordered test notice."""
+
+    at: float
+    error: str
+    """Empty if it was delivered."""
 
 
 class AlertState(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +48,13 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True):
     """Time from which another process may take over, in seconds since the epoch."""
     alerts: dict[str, Alert] = {}
     """Alerts that fire, and those that ended lately, by fingerprint."""
+    groups: dict[str, NoticeGroup] = {}
+    """Groups with their notices, by key. Those that are pending are the outbox."""
+    receivers: dict[str, ReceiverState] = {}
+    """State of the receivers that were sent something, by name; of Alertmanagers by address."""
+    tests: dict[str, TestResult] = {}
+    """Results of the latest test notices, by the id of their order."""
+    evaluated_at: float = 0.0
 
 
 def read_alerts(store: FleetStore, fleet: str) -> AlertState:
@@ -42,7 +69,7 @@ class AlertRecords:
 
     Args:
         store: The store; None keeps everything in memory.
-        fleet: Name of the fleet; empty for gateways without one.
+        fleet: Name of the fleet, or `STANDALONE_FLEET`.
         holder: Name of this process.
         is_leader: Whether this process leads the fleet, and therefore takes over from any other at once.
     """
@@ -58,8 +85,14 @@ class AlertRecords:
         self._is_held = store is None
         self._is_saved = True
         self._saved_at = float("-inf")
+        self._write_lock = asyncio.Lock()
         self.state = AlertState()
         """The latest state, also if the store does not have it yet."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process evaluates the alerts."""
+        return self._is_held
 
     async def acquire(self, now: float) -> bool:
         """Return whether this process evaluates the alerts now, after taking over if no other one does."""
@@ -82,43 +115,43 @@ class AlertRecords:
             self._version = 0 if document is None else document.version
             self.state = stored
             self._is_held = True
-        return await self.save(self.state, now)
+        return await self.save(now)
 
-    async def save(self, state: AlertState, now: float) -> bool:
-        """Replace the state. Returns False if another process took over, which has a state of its own."""
-        self.state = msgspec.structs.replace(state, holder=self._holder, held_until=now + HOLD_S)
-        return await self._write(now)
+    async def save(self, now: float) -> bool:
+        """Write the state. Returns False if another process took over, which has a state of its own."""
+        return await self._write(self._holder, now + HOLD_S, now)
 
     async def release(self) -> None:
         """Let another process take over at once."""
         if self._store is not None and self._is_held:
-            self.state = msgspec.structs.replace(self.state, holder="", held_until=0.0)
-            await self._write(self._saved_at)
+            await self._write("", 0.0, self._saved_at)
             self._is_held = False
 
-    async def _write(self, now: float) -> bool:
+    async def _write(self, holder: str, held_until: float, now: float) -> bool:
         if self._store is None:
             return True
-        self._is_saved = False
-        document = FleetDocument(self._version + 1, msgspec.json.encode(self.state))
-        replace = partial(
-            self._store.replace_document,
-            self._fleet,
-            DOCUMENT_NAME,
-            document,
-            after=self._version,
-        )
-        try:
-            self._is_held = await run_in_daemon_thread(replace)
-        except StoreError as error:
-            log.warning("alerts_not_saved", reason=str(error))
-            return True  # no other process can take over either
-        if self._is_held:
-            self._version = document.version
-            self._is_saved, self._saved_at = True, now
-        else:
-            log.info("alerts_taken_over", fleet=self._fleet)
-        return self._is_held
+        async with self._write_lock:
+            self.state = msgspec.structs.replace(self.state, holder=holder, held_until=held_until)
+            self._is_saved = False
+            document = FleetDocument(self._version + 1, msgspec.json.encode(self.state))
+            replace = partial(
+                self._store.replace_document,
+                self._fleet,
+                DOCUMENT_NAME,
+                document,
+                after=self._version,
+            )
+            try:
+                self._is_held = await run_in_daemon_thread(replace)
+            except StoreError as error:
+                log.warning("alerts_not_saved", reason=str(error))
+                return True  # no other process can take over either
+            if self._is_held:
+                self._version = document.version
+                self._is_saved, self._saved_at = True, now
+            else:
+                log.info("alerts_taken_over", fleet=self._fleet)
+            return self._is_held
 
 
 def _decode(document: FleetDocument | None) -> AlertState:

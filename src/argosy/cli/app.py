@@ -10,6 +10,7 @@ import typer
 
 from argosy.cli import (
     adapters,
+    alerts,
     audit,
     bench,
     build_native,
@@ -117,6 +118,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "cache": cache.app,
         "adapters": adapters.app,
         "prompts": prompts.app,
+        "alerts": alerts.app,
         "flags": flags.app,
         "quantize": quantize.quantize,
         "replicas": replicas.app,

@@ -19,11 +19,11 @@ from argosy.fleet import ReplicaGroup, runtime_folder
 from argosy.fleet.launchers import LaunchedReplica
 from argosy.policy.reconciliation import LaunchState
 from argosy.process import handle_signals, raise_file_limit, run_in_daemon_thread
-from argosy.settings import parse_size
+from argosy.settings import convert_settings, parse_size
 from argosy.telemetry import configure_logging
 
 if TYPE_CHECKING:
-    from argosy.deployment import GatewayConfig, SleepConfig
+    from argosy.deployment import AlertingConfig, GatewayConfig, SleepConfig
     from argosy.gateway import GatewayServer
 
 FAILOVER_TIMEOUT_S = 120.0
@@ -52,6 +52,8 @@ class LocalFleet:
     """Whether explanations contain prompts and outputs."""
     otlp_traces_endpoint: str | None
     """Receiver of traces; None exports none."""
+    alert_webhook: str | None
+    """Webhook that is notified of alerts; None notifies none."""
     embedding_models: Mapping[str, str]
     """Path or hub name of each embedding model by its public name."""
     added_models: Mapping[str, str]
@@ -299,7 +301,18 @@ class LocalFleet:
             tracing=None
             if self.otlp_traces_endpoint is None
             else TracingConfig(endpoint=self.otlp_traces_endpoint),
+            alerting=_build_alerting(self.alert_webhook),
         )
+
+
+def _build_alerting(webhook: str | None) -> AlertingConfig:
+    """Return the settings of alerts. Raises ValueError if the URL cannot be used."""
+    from argosy.deployment import AlertingConfig
+
+    if webhook is None:
+        return AlertingConfig()
+    receivers = [{"name": "webhook", "webhook": {"url": webhook}}]
+    return convert_settings({"receivers": receivers}, AlertingConfig, ("--alert-webhook",))
 
 
 def _is_ready(replica: LaunchedReplica) -> bool:

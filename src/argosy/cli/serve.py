@@ -152,6 +152,14 @@ def serve(
             rich_help_panel="Advanced",
         ),
     ] = None,
+    alert_webhook: Annotated[
+        str | None,
+        Option(
+            metavar="URL",
+            help="Notify this webhook of alerts, in Alertmanager's format.",
+            rich_help_panel="Advanced",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
     from argosy.cli.adapters import register_modules
@@ -197,6 +205,7 @@ def serve(
                 options=options,
                 log_content=log_content,
                 otlp_traces_endpoint=otlp_traces_endpoint,
+                alert_webhook=alert_webhook,
                 embedding_models=parse_models(
                     "--embedding-model", embedding_model or (), (*names, *added)
                 ),

@@ -24,7 +24,6 @@ from argosy.deployment.declaration.config import (
     KubernetesSettings,
     ObjectivesConfig,
     PoolConfig,
-    SecretReference,
     build_gateway_config,
     has_address_conflict,
     listen_url,
@@ -115,6 +114,7 @@ from argosy.deployment.records.status import (
     read_fleet_status,
 )
 from argosy.deployment.settings.adapter_config import AdapterConfig
+from argosy.deployment.settings.alerting_config import AlertingConfig, EmailConfig, ReceiverConfig
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 from argosy.deployment.settings.content_config import (
     ContentMatchers,
@@ -174,3 +174,4 @@ from argosy.deployment.settings.routing_config import (
     read_classifier,
     rule_name,
 )
+from argosy.deployment.settings.secret_reference import SecretReference

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -110,18 +109,7 @@ def _find_stored(argument: str) -> str:
 
 
 def _read_secret(reference: SecretReference, purpose: str, environ: Mapping[str, str]) -> str:
-    if reference.env is not None:
-        value = environ.get(reference.env)
-        if not value:
-            raise LaunchError(
-                f"{purpose}: the environment variable {reference.env} of the controller is not set. Set it."
-            )
-        return value
-    assert reference.file is not None  # noqa: S101 - checked by the validation
     try:
-        return Path(reference.file).read_text(encoding="utf-8").rstrip("\n")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise LaunchError(
-            f"{purpose}: the file {reference.file} cannot be read ({reason}). Create it."
-        ) from error
+        return reference.read(environ)
+    except ValueError as error:
+        raise LaunchError(f"{purpose}: {error}") from error

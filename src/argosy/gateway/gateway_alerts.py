@@ -18,33 +18,23 @@ from argosy.policy.alerting import (
 
 _SERVING = frozenset({ReplicaStatus.READY, ReplicaStatus.BACKOFF, ReplicaStatus.SLEEPING})
 _LOST = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE, ReplicaStatus.STARTING})
-STORE_UNREACHABLE_S = 60.0
 
 
 class GatewayAlerts:
-    """Source of conditions about replicas, models and the store. Use it from one event loop.
+    """Source of conditions about replicas and models. Use it from one event loop.
 
     Args:
         list_pools: Returns the pools of all models.
-        is_store_fresh: Returns whether accounts were read from the store lately. None without a store.
     """
 
-    def __init__(
-        self,
-        list_pools: Callable[[], Sequence[Pool]],
-        is_store_fresh: Callable[[], bool] | None,
-    ) -> None:
+    def __init__(self, list_pools: Callable[[], Sequence[Pool]]) -> None:
         self._list_pools = list_pools
-        self._is_store_fresh = is_store_fresh
         self._timer = ConditionTimer()
 
     async def read(self, now: float) -> list[AlertCondition]:
         """Return the conditions as this gateway sees them."""
         self._timer.forget_old(now)
-        conditions = [each for pool in self._list_pools() for each in self._judge_pool(pool, now)]
-        if self._is_store_fresh is not None:
-            conditions.append(self._judge_store(now, is_fresh=self._is_store_fresh()))
-        return conditions
+        return [each for pool in self._list_pools() for each in self._judge_pool(pool, now)]
 
     def _judge_pool(self, pool: Pool, now: float) -> Iterator[AlertCondition]:
         replicas = list(pool.replicas.values())
@@ -72,19 +62,4 @@ class GatewayAlerts:
             lost_s,
             limit_s=NOT_HEALED_S,
             state=f"It is {status}: {next(reasons, '') or 'no reason'}",
-        )
-
-    def _judge_store(self, now: float, *, is_fresh: bool) -> AlertCondition:
-        stale_s = self._timer.observe("store", holds=not is_fresh, now=now)
-        return AlertCondition(
-            name="StoreUnreachable",
-            labels={},
-            severity="page",
-            is_firing=stale_s >= STORE_UNREACHABLE_S,
-            summary="The store cannot be used",
-            description=(
-                f"For {stale_s:.0f} s accounts were not read from the store. Requests run with the last known "
-                "accounts, and their usage waits on the gateway's disk."
-            ),
-            runbook="storeunreachable",
         )

@@ -18,8 +18,17 @@ import msgspec
 import structlog
 import uvloop
 
-from argosy.alerting import AlertLoop, AlertRecords
+from argosy.alerting import (
+    STANDALONE_FLEET,
+    AlertAdmin,
+    AlertLoop,
+    AlertRecords,
+    MachineAlerts,
+    OrderBook,
+    read_alerts,
+)
 from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig
+from argosy.folders import state_folder
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
 from argosy.gateway.adapter_rollouts import AdapterRollouts
@@ -365,12 +374,11 @@ class GatewayServer:
         background = BackgroundResponses(
             response_state, generation.chat_completions, generation.memory
         )
-        app = self._build_app(generation, response_state, background, store, peers)
+        alert_admin = self._add_alerting(store)
+        app = self._build_app(generation, response_state, background, store, peers, alert_admin)
         if store is not None:
             upkeep = [response_state.maintain_forever, background.watch_forever]
             self._parts.append(GatewayPart(tasks=upkeep, read_gauges=response_state.read_gauges))
-        if config.fleet is None:
-            self._parts.append(GatewayPart(tasks=[self._build_alert_loop(store).run]))
         await self._registry.start()
         for part in self._parts:
             if part.start is not None:
@@ -381,14 +389,25 @@ class GatewayServer:
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, background, listen_sockets, tasks, descriptors_per_client)
 
-    def _build_alert_loop(self, store: Store | None) -> AlertLoop:
-        account_sync = self._account_sync
-        alerts = GatewayAlerts(
-            lambda: self._models.pools,
-            None if account_sync is None else lambda: account_sync.accounting.is_fresh,
-        )
-        records = AlertRecords(None if store is None else store.fleets, "", self._gateway_id)
-        return AlertLoop(records, [alerts.read])
+    def _add_alerting(self, store: Store | None) -> AlertAdmin:
+        """Add the part that evaluates alerts, unless a controller does. Returns what operators use."""
+        fleets = None if store is None else store.fleets
+        fleet = self._config.fleet or STANDALONE_FLEET
+        orders = OrderBook(fleets, fleet)
+        records = AlertRecords(fleets, fleet, self._gateway_id)
+        if self._config.fleet is None:
+            tls = self._config.tls
+            machine = MachineAlerts(
+                None if store is None else store.gateways,
+                state_folder(),
+                lambda: None if tls is None else Path(tls.certificate),
+            )
+            sources = [GatewayAlerts(lambda: self._models.pools).read, machine.read]
+            loop = AlertLoop(records, orders, sources, lambda: self._config.alerting)
+            self._parts.append(GatewayPart(tasks=[loop.run]))
+        if fleets is None:
+            return AlertAdmin(orders, lambda: records.state)
+        return AlertAdmin(orders, partial(read_alerts, fleets, fleet))
 
     def _add_adapter_parts(self) -> AdapterMeter | None:
         """Add the parts that load adapters and roll their versions out. Returns their meter, which needs a store."""
@@ -415,6 +434,7 @@ class GatewayServer:
         background: BackgroundResponses,
         store: Store | None,
         peers: PeerGateways | None,
+        alert_admin: AlertAdmin,
     ) -> GatewayApp:
         """Build the application and the route table, and add the parts that have routes."""
         config, account_sync, fleet_pools = self._config, self._account_sync, self._fleet_pools
@@ -459,7 +479,9 @@ class GatewayServer:
             caches = CacheAdmin(generation.cache, generation.semantic_cache, peers)
             if peers is not None:
                 routes.append(caches.build_route(peers.secret))
-        routes += self._build_admin(peers, series_queries, generation.previewer, caches)
+        routes += self._build_admin(
+            peers, series_queries, generation.previewer, caches, alert_admin
+        )
         app = GatewayApp(
             add_openapi_route(routes),
             authenticate=self._authenticator.authenticate,
@@ -497,6 +519,7 @@ class GatewayServer:
         series_queries: SeriesQueries | None,
         previewer: RoutingPreviewer,
         caches: CacheAdmin | None,
+        alert_admin: AlertAdmin,
     ) -> list[HttpRoute]:
         accounting = None if self._account_sync is None else self._account_sync.accounting
         store = None if accounting is None else accounting.store
@@ -519,6 +542,7 @@ class GatewayServer:
             fleet_control=fleet_control,
             series_queries=series_queries,
             fleet_logs=self._replica_logs,
+            alert_admin=alert_admin,
         )
         on_changed = do_nothing if accounting is None else accounting.notify_changed
         return build_admin_routes(admin_scope, self._authenticator, on_changed, self._lessons)

@@ -39,7 +39,12 @@ from argosy.store.fleet_store import (
     FleetStore,
     PoolGeneration,
 )
-from argosy.store.gateway_registry import GatewayRecord, GatewayRegistry, SecretStore
+from argosy.store.gateway_registry import (
+    LIVENESS_TIMEOUT_S,
+    GatewayRecord,
+    GatewayRegistry,
+    SecretStore,
+)
 from argosy.store.idempotency_store import (
     CachedResponse,
     IdempotencyConfig,

@@ -54,6 +54,14 @@ class GatewayRegistry:
         with self._database.read_transaction() as connection:
             return [GatewayRecord(**row._asdict()) for row in connection.execute(query)]
 
+    def list_known(self) -> list[GatewayRecord]:
+        """Return the gateways that run, and those that were not stopped in order in the last day."""
+        with self._database.read_transaction() as connection:
+            return [
+                GatewayRecord(**row._asdict())
+                for row in connection.execute(select(schema.gateways))
+            ]
+
     def remove(self, gateway_id: str) -> None:
         """Remove the record of a gateway that stops."""
         table = schema.gateways

@@ -232,6 +232,7 @@ async def test_every_decision_is_recorded_with_author_force_and_reason(
     }
     # Only a native replica sleeps, and flags are declared: `test_residency` and `test_feature_flags` have them.
     others = {"/admin/replicas/sleep", "/admin/replicas/wake", "/admin/flags/{id}"}
+    others.add("/admin/alerts/silences")  # of a gateway without a fleet: test_alerting has them
     assert paths == {*DECISIONS, *others}
     store = admin_gateway.store
     chat = store.fleets.read_records("demo")["replica/chat-1-0"]

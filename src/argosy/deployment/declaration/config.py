@@ -12,12 +12,14 @@ from msgspec import Meta
 
 from argosy.deployment.declaration.engines import EngineKind, OptionName, OptionValue
 from argosy.deployment.declaration.rollout_config import RolloutConfig
+from argosy.deployment.settings.alerting_config import AlertingConfig
 from argosy.deployment.settings.gateway_config import (
     GatewayConfig,
     ModelConfig,
     ModelName,
     SleepConfig,
 )
+from argosy.deployment.settings.secret_reference import SecretReference, VariableName
 from argosy.http_server import listen_addresses
 from argosy.policy.autoscaling import WEEKDAYS, ScheduleWindow, Weekday
 from argosy.settings import ByCommandLine, ByOperator, Size, parse_size
@@ -54,9 +56,6 @@ Share = (
     | Annotated[str, Meta(pattern=r"^(100|[1-9]?[0-9])%$(?!\n)", examples=["25%"])]
 )
 """Number of replicas, or a share of the pool's replicas such as `25%`."""
-VariableName = Annotated[
-    str, Meta(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$(?!\n)", examples=["MY_VARIABLE"])
-]
 LauncherName = Literal["local", "ray", "kubernetes"]
 LabelText = Annotated[
     str,
@@ -137,23 +136,6 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         """Return the settings whose change replaces running pods."""
         settings = msgspec.to_builtins(self)
         return {name: value for name, value in settings.items() if name not in _NOT_OF_PODS}
-
-
-class SecretReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a secret is found when a replica starts. The declaration itself contains no secrets.
-
-    For pools with `launcher: kubernetes` it is a key of the Secret that `kubernetes.secret_name` names.
-    """
-
-    env: VariableName | None = None
-    """Environment variable of the controller."""
-    file: Annotated[str, Meta(pattern="^/", examples=["/run/secrets/key"])] | None = None
-    """Path of a file on the controller's machine."""
-
-    @property
-    def key(self) -> str:
-        """Key of the secret in a Secret of Kubernetes: the variable's name, or that of the file."""
-        return self.env or (self.file or "").rpartition("/")[2]
 
 
 class FleetModelConfig(ModelConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -463,7 +445,9 @@ def build_gateway_config(config: FleetConfig, ordinal: int = 0) -> GatewayConfig
         for model in config.models
     ]
     port = config.port + ordinal if config.port else 0
-    return msgspec.structs.replace(GatewayConfig(**settings), models=models, port=port)
+    return msgspec.structs.replace(
+        GatewayConfig(**settings), models=models, port=port, alerting=AlertingConfig()
+    )
 
 
 def listen_url(settings: GatewayConfig) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.deployment.settings.adapter_config import AdapterConfig, resolve_adapters
+from argosy.deployment.settings.alerting_config import AlertingConfig, find_alerting_problems
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
 from argosy.deployment.settings.content_config import (
     ContentRule,
@@ -320,6 +321,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How many explanations of requests are kept, and how long."""
     tracing: ByCommandLine[TracingConfig | None] = None
     """Export traces of requests by OTLP. None exports none."""
+    alerting: ByCommandLine[AlertingConfig] = AlertingConfig()
+    """Alerts, and who is notified of them. A gateway of a `fleet` leaves them to the controller."""
     series: ByCommandLine[SeriesConfig] = SeriesConfig()
     """Time series of requests, tokens, latencies, replicas, tenants and cost."""
     max_failed_attempts: ByOperator[Annotated[int, Meta(ge=1, le=10)]] = 4
@@ -454,6 +457,7 @@ def find_contradictions(
             ("limits", "redis"),
         )
     yield from _find_console_problems(config)
+    yield from find_alerting_problems(config.alerting)
     if config.store is None and config.auth.mode == "required" and config.auth.jwt is None:
         yield SettingError(
             "auth.mode is required, but without a store no key exists. Add `store` or auth.jwt.",

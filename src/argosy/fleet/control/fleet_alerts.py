@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from argosy.deployment import GATEWAY_POOL, PoolConfig, ReplicaRecord
+import msgspec
+
+from argosy.deployment import GATEWAY_POOL, PoolConfig, ReplicaRecord, read_fleet_status
 from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.term_journal import TermJournal
 from argosy.policy.alerting import (
@@ -15,19 +17,31 @@ from argosy.policy.alerting import (
     describe_no_replica,
     describe_not_healed,
 )
-from argosy.policy.reconciliation import SERVING_PHASES, ReplicaPhase
+from argosy.policy.reconciliation import SERVING_PHASES, Problem, ProblemKind, ReplicaPhase
+from argosy.process import run_in_daemon_thread
+from argosy.store import StoreError
 
 GATEWAY_DOWN_S = 30.0
 _UNWANTED = frozenset({ReplicaPhase.DRAINING, ReplicaPhase.STOPPED, ReplicaPhase.OUT_OF_SERVICE})
 
+_ROLLOUT_ALERTS = {
+    ProblemKind.ROLLING_BACK: ("RolloutRolledBack", "The rollout of {} is rolled back"),
+    ProblemKind.ROLLED_BACK: ("RolloutRolledBack", "The rollout of {} is rolled back"),
+    ProblemKind.ROLLOUT_WAITS: ("RolloutWaits", "The rollout of {} waits for a person"),
+}
+
 
 class FleetAlerts:
-    """Source of conditions about replicas, pools and gateways. Use it from one event loop."""
+    """Source of conditions about replicas, pools, gateways and rollouts. Use it from one event loop."""
 
     def __init__(self, journal: TermJournal, declared: Callable[[], DeclaredFleet | None]) -> None:
         self._records = journal.records
+        self._store = journal.store.fleets
+        self._fleet = journal.fleet
         self._declared = declared
         self._timer = ConditionTimer()
+        self._rollouts: list[AlertCondition] = []
+        """Conditions of rollouts by the last answer of the store."""
 
     async def read(self, now: float) -> list[AlertCondition]:
         """Return the conditions of the fleet as it was observed last."""
@@ -40,9 +54,25 @@ class FleetAlerts:
             self._judge_pool(pool, [each for each in replicas if each.pool == pool.name], now)
             for pool in declared.config.pools
         ]
-        return conditions + [
-            self._judge_replica(each, now) for each in replicas if each.phase not in _UNWANTED
+        conditions += [
+            self._judge_replica(each, declared, now)
+            for each in replicas
+            if each.phase not in _UNWANTED
         ]
+        try:
+            status = await run_in_daemon_thread(read_fleet_status, self._store, self._fleet)
+        except StoreError:
+            self._rollouts = [
+                msgspec.structs.replace(each, is_firing=None) for each in self._rollouts
+            ]
+        else:
+            models = {pool.name: pool.model for pool in declared.config.pools}
+            self._rollouts = [
+                _judge_rollout(each, models.get(each.pool, ""))
+                for each in status.problems
+                if each.kind in _ROLLOUT_ALERTS
+            ]
+        return conditions + self._rollouts
 
     def _judge_pool(
         self, pool: PoolConfig, replicas: list[ReplicaRecord], now: float
@@ -61,7 +91,9 @@ class FleetAlerts:
             states=[f"{each.name} is {each.phase}: {each.reason}" for each in wanted],
         )
 
-    def _judge_replica(self, replica: ReplicaRecord, now: float) -> AlertCondition:
+    def _judge_replica(
+        self, replica: ReplicaRecord, declared: DeclaredFleet, now: float
+    ) -> AlertCondition:
         is_lost = replica.phase not in SERVING_PHASES and (
             replica.ready_at is not None
             or replica.problem is not None
@@ -70,6 +102,9 @@ class FleetAlerts:
         lost_s = self._timer.observe(("replica", replica.name), holds=is_lost, now=now)
         state = f"It is {replica.phase}: {replica.reason or 'no reason'}"
         labels = {"pool": replica.pool, "replica": replica.name}
+        model = declared.model_name(replica.pool)
+        if model is not None:
+            labels["model"] = model
         if replica.pool != GATEWAY_POOL:
             return describe_not_healed(labels, lost_s, limit_s=NOT_HEALED_S, state=state)
         return AlertCondition(
@@ -81,3 +116,16 @@ class FleetAlerts:
             description=f"{replica.name} has not answered for {lost_s:.0f} s. {state}.",
             runbook="gatewaydown",
         )
+
+
+def _judge_rollout(problem: Problem, model: str) -> AlertCondition:
+    name, summary = _ROLLOUT_ALERTS[problem.kind]
+    return AlertCondition(
+        name=name,
+        labels={"model": model, "pool": problem.pool},
+        severity="ticket",
+        is_firing=True,
+        summary=summary.format(problem.pool),
+        description=problem.text,
+        runbook=name.lower(),
+    )

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
-from argosy.alerting import AlertLoop, AlertRecords
+from argosy.alerting import AlertLoop, AlertRecords, MachineAlerts, OrderBook
 from argosy.controller_keeper import LOG_NAME
 from argosy.deployment import (
     GATEWAY_POOL,
     REQUEST_SETTINGS,
+    AlertingConfig,
     FleetRecords,
     ObservedRevision,
     ReplicaRecord,
@@ -325,15 +327,26 @@ class LeaderTerm:
             log.info("fleet_events_deleted", fleet=self._context.fleet, count=deleted)
 
     def _build_alert_loop(self, lease: FleetLease) -> AlertLoop:
+        store, fleet = self._context.store.fleets, self._context.fleet
         fleet_alerts = FleetAlerts(self._journal, lambda: self._declared)
+        machine = MachineAlerts(
+            self._context.store.gateways, self._context.folder, self._find_certificate
+        )
         return AlertLoop(
-            AlertRecords(
-                self._context.store.fleets, self._context.fleet, lease.holder, is_leader=True
-            ),
-            [fleet_alerts.read],
+            AlertRecords(store, fleet, lease.holder, is_leader=True),
+            OrderBook(store, fleet, self._context.clock),
+            [fleet_alerts.read, machine.read],
+            self._read_alerting,
             on_changed=self._record_alerts,
             clock=self._context.clock,
         )
+
+    def _read_alerting(self) -> AlertingConfig:
+        return AlertingConfig() if self._declared is None else self._declared.config.alerting
+
+    def _find_certificate(self) -> Path | None:
+        tls = None if self._declared is None else self._declared.config.tls
+        return None if tls is None else Path(tls.certificate)
 
     def _record_alerts(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:

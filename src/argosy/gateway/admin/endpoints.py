@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
+from argosy.alerting import AlertAdmin
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCHEMA, is_page
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
@@ -100,6 +101,8 @@ class AdminScope:
     """Time series. None if the gateway keeps none."""
     fleet_logs: ReplicaLogs | None = None
     """Logs of the fleet's replicas. None if the gateway belongs to no fleet."""
+    alert_admin: AlertAdmin | None = None
+    """Alerts. None in tests without a server."""
     check: ChangeCheck | None = None
     """Refuses changes of accounts that the caller may not make."""
 
@@ -150,6 +153,11 @@ class AdminScope:
             "No controller starts the replicas of this gateway. Read their logs where they run."
         )
         return _require(self.fleet_logs, message)
+
+    @property
+    def alerts(self) -> AlertAdmin:
+        """The alerts of the gateway or its fleet."""
+        return _require(self.alert_admin, "This gateway evaluates no alerts.")
 
     @property
     def series(self) -> SeriesQueries:

@@ -15,6 +15,7 @@ import structlog
 
 from argosy.gateway.admin import (
     adapters,
+    alerts,
     caches,
     flags,
     fleet,
@@ -102,6 +103,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *adapters.endpoints,
         *prompts.endpoints,
         *flags.endpoints,
+        *alerts.endpoints,
         *replicas.endpoints,
         *caches.endpoints,
         *routing.endpoints,

@@ -47,6 +47,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[float, ...] = ()
     """Times of the starts and ends in the last hour before the latest of them."""
 
+    notified: dict[str, float] = {}
+    """Times of the latest notices about it, by receiver."""
+
     @property
     def is_firing(self) -> bool:
         """Whether it has not ended."""

@@ -82,10 +82,10 @@ def update_alerts(
 def _fire(
     alert: Alert | None, condition: AlertCondition, labels: dict[str, str], now: float
 ) -> Alert:
-    started_at = now
+    started_at, notified = now, dict[str, float]()
     changes: tuple[float, ...] = (now,)
     if alert is not None and alert.is_firing:
-        started_at, changes = alert.started_at, alert.changes
+        started_at, changes, notified = alert.started_at, alert.changes, alert.notified
     elif alert is not None:
         changes = (*_recent_changes(alert, now), now)
     return Alert(
@@ -95,6 +95,7 @@ def _fire(
         runbook=condition.runbook,
         started_at=started_at,
         changes=changes,
+        notified=notified,
     )
 
 
