@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from argosy.alerting.alert_orders import AlertOrders, OrderBook
-from argosy.alerting.alert_records import AlertRecords
+from argosy.alerting.alert_records import AlertRecords, ReceiverState
 from argosy.alerting.notifier import Notifier
 from argosy.deployment import AlertingConfig
 from argosy.policy.alerting import Alert, AlertCondition, update_alerts, update_groups
@@ -105,6 +105,7 @@ class AlertLoop:
             state,
             alerts=alerts,
             groups=groups,
+            receivers={name: state.receivers.get(name, ReceiverState()) for name in config.targets},
             tests={name: each for name, each in state.tests.items() if name in tests},
             evaluated_at=now,
         )

@@ -12,7 +12,7 @@ import structlog
 from argosy.alerting.alert_orders import TestOrder
 from argosy.alerting.alert_records import AlertRecords, ReceiverState, TestResult
 from argosy.alerting.notice_channels import Delivery, NoticeChannels
-from argosy.deployment import AlertingConfig
+from argosy.deployment import WATCHDOG, AlertingConfig
 from argosy.policy.alerting import RECEIVER_FAILING, Alert, AlertCondition, Notice, NoticeGroup
 from argosy.process import run_in_daemon_thread
 
@@ -21,8 +21,6 @@ PUSH_INTERVAL_S = 60.0
 PUSH_ENDED_S = 900.0
 """Time for which the end of an alert is pushed again."""
 RECEIVER_FAILING_S = 900.0
-WATCHDOG = "watchdog"
-"""Name of the dead man's switch among the receivers."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.alerting")
 

@@ -114,7 +114,12 @@ from argosy.deployment.records.status import (
     read_fleet_status,
 )
 from argosy.deployment.settings.adapter_config import AdapterConfig
-from argosy.deployment.settings.alerting_config import AlertingConfig, EmailConfig, ReceiverConfig
+from argosy.deployment.settings.alerting_config import (
+    WATCHDOG,
+    AlertingConfig,
+    EmailConfig,
+    ReceiverConfig,
+)
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
 from argosy.deployment.settings.content_config import (
     ContentMatchers,

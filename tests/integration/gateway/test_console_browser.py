@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,10 +27,12 @@ from tests.support.fake_upstream import UpstreamRequest, respond_500, respond_wi
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
+from argosy.alerting import AlertState, ReceiverState
 from argosy.deployment import ReplicaRecord
+from argosy.policy.alerting import Alert
 from argosy.policy.reconciliation import ProblemKind, ReplicaPhase
 from argosy.protocol import format_event
-from argosy.store import ReplicaLogRun
+from argosy.store import FleetDocument, ReplicaLogRun
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, FilePayload, Locator, Page
@@ -75,6 +78,61 @@ def save_log(gateway: AdminGateway, log: str) -> None:
         started_at=1.5, attempt=1, exited_at=2.5, exit_status=1, reason=HOSTILE, read_at=3.0
     )
     store.replica_logs.save(lease, "a", run, log.encode())
+
+
+def save_alerts(gateway: AdminGateway) -> None:
+    """Record, as the controller does, one alert that fires and one that has ended."""
+    now = time.time()
+    labels = {"alertname": "NoReplica", "severity": "page", "model": "big"}
+    fires = Alert(
+        labels=labels,
+        summary="No replica is ready",
+        started_at=now - 90,
+        notified={"on-call": now - 60},
+        description=HOSTILE,
+        runbook="noreplica",
+    )
+    ended = Alert(
+        labels=labels | {"model": HOSTILE},
+        summary=HOSTILE,
+        started_at=now - 900,
+        ended_at=now - 300,
+        description=HOSTILE,
+        runbook="noreplica",
+    )
+    state = AlertState(
+        alerts={each.fingerprint: each for each in (fires, ended)},
+        receivers={"on-call": ReceiverState(failing_since=now, error=HOSTILE)},
+        evaluated_at=now,
+    )
+    document = FleetDocument(1, msgspec.json.encode(state))
+    assert gateway.store.fleets.replace_document("demo", "alerting/state", document, after=0)
+
+
+async def test_alert_is_explained_silenced_and_heard_again(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    save_alerts(admin_gateway)
+    page = await open_console(browser, admin_gateway)
+    await show_screen(page, "#/alerts", "Alerts")
+    expect = load_playwright().expect
+    alert = page.get_by_role("listitem").filter(has_text="No replica is ready")
+    await expect(alert).to_contain_text(HOSTILE)
+    await expect(alert).to_contain_text("Notified: on-call")
+    await expect(alert).to_contain_text("docs/how-to/runbooks.md#noreplica")
+    await alert.get_by_role("button", name="Silence").click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_label("Why, for others").fill("planned work")
+    await dialog.get_by_role("button", name="Silence").click()
+    await expect(alert).to_contain_text("Silenced by sil_")
+    silence = page.get_by_role("listitem").filter(has_text="planned work")
+    await expect(silence).to_contain_text("alertname=NoReplica severity=page model=big")
+    await silence.get_by_role("button", name="End").click()
+    await expect(page.get_by_text("No alert is silenced.")).to_be_visible()
+    await page.get_by_role("button", name="Send a test").click()
+    await expect(page.get_by_text("A test notice to on-call was ordered.")).to_be_visible()
+    actions = [each.action for each in admin_gateway.store.audit_log.list_entries(limit=3)]
+    assert actions == ["alert.test", "alert.unsilence", "alert.silence"]
 
 
 async def test_console_shows_moves_and_streams(
@@ -434,6 +492,7 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
     await admin_gateway.create_customer()
     StoredRollout(admin_gateway.store.fleets).decide_once()
     save_log(admin_gateway, "a line")
+    save_alerts(admin_gateway)
     page = await open_console(browser, admin_gateway)
     axe = AXE.read_text()
     findings: dict[str, list[object]] = {}

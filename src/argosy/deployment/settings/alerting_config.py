@@ -27,6 +27,10 @@ EmailAddress = Annotated[
 ]
 
 
+WATCHDOG = "watchdog"
+"""Name of the dead man's switch among the receivers."""
+
+
 class WebhookConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A receiver of Alertmanager's webhooks, version 4."""
 
@@ -135,6 +139,12 @@ class AlertingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return self.route
         return msgspec.structs.replace(self.route, receiver=self.receivers[0].name)
 
+    @property
+    def targets(self) -> list[str]:
+        """Names of all that is sent something: receivers, Alertmanagers by address, and the watchdog."""
+        named = [each.name for each in self.receivers] + [each.url for each in self.alertmanagers]
+        return named + ([WATCHDOG] if self.watchdog is not None else [])
+
     def find_routes(self, labels: Mapping[str, str]) -> list[ResolvedRoute]:
         """Return the routes of an alert with these labels. With an Alertmanager there are none."""
         names = [each.name for each in self.receivers]
@@ -160,7 +170,7 @@ def _find_references(value: object) -> Iterator[SecretReference]:
 def find_alerting_problems(config: AlertingConfig) -> Iterator[SettingError]:
     """Yield an error for each contradiction of the settings."""
     path: SettingPath = ("alerting",)
-    names: set[str] = set()
+    names = {WATCHDOG}
     for index, receiver in enumerate(config.receivers):
         here: SettingPath = (*path, "receivers", index)
         kinds = receiver.webhook, receiver.slack, receiver.pagerduty, receiver.email
@@ -169,7 +179,9 @@ def find_alerting_problems(config: AlertingConfig) -> Iterator[SettingError]:
                 here, "a receiver has one of webhook, slack, pagerduty and email. Correct it."
             )
         if receiver.name in names:
-            yield SettingError.at(here, f"two receivers have the name {receiver.name}. Rename one.")
+            yield SettingError.at(
+                here, f"another receiver has the name {receiver.name}. Rename one."
+            )
         names.add(receiver.name)
         if receiver.email is not None:
             yield from _find_email_problems(receiver.email, (*here, "email"))

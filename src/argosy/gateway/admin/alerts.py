@@ -57,7 +57,7 @@ class SilenceView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object",
 
 
 class ReceiverView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receiver"):
-    """A receiver that was sent something."""
+    """A receiver of the settings, an Alertmanager by its address, or the watchdog."""
 
     name: str
     delivered_at: float | None
