@@ -415,6 +415,13 @@ async def test_routing_screen_previews_a_replica_and_shows_what_is_cached(
     assert "prefix=" in page.url
     await page.get_by_role("button", name="Copy as JSON").wait_for()
     assert HOSTILE not in await page.get_by_role("region", name="Prefixes", exact=True).inner_text()
+    await page.get_by_role("button", name="Examine all for 10 minutes").click()
+    await page.get_by_text("all prompts are examined until").wait_for()
+    for _ in range(2):
+        await admin_gateway.client.post(
+            "/v1/completions", json=body, headers=admin_gateway.root_headers
+        )
+    await page.get_by_text(re.compile("^1 request|^2 requests")).wait_for()
 
 
 async def test_lesson_plays_steps_and_keeps_its_state_in_the_address(

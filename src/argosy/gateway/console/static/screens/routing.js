@@ -5,6 +5,7 @@ import { duration, plural, visible } from "../core/format.js";
 import { route, setQuery } from "../core/router.js";
 import { CostBars, Candidates } from "../ui/candidates.js";
 import { Card, Field, Pill, Resource, Select, copyText } from "../ui/parts.js";
+import { PrefixDoctor } from "../ui/prefix-doctor.js";
 import { PrefixMap } from "../ui/prefix-map.js";
 import { Table } from "../ui/table.js";
 
@@ -17,7 +18,7 @@ export default function Routing() {
   return html`<${Resource} of=${pools} empty="No model is served. Add one to the gateway's settings, or apply a fleet.">${({ data }) => {
     const models = [...new Set(data.map(({ model }) => model))];
     const model = models.includes(route.value.query.model) ? route.value.query.model : models[0];
-    return html`<${Preview} models=${models} model=${model} /><${Prefixes} key=${model} model=${model} />`;
+    return html`<${Preview} models=${models} model=${model} /><${Prefixes} key=${model} model=${model} /><${PrefixDoctor} model=${model} />`;
   }}<//>`;
 }
 

@@ -6,6 +6,7 @@ import { PAGE_ROWS, usePages } from "../core/pages.js";
 import { route, setQuery } from "../core/router.js";
 import { useNames } from "../ui/names.js";
 import { Card, Field, Pill, Resource } from "../ui/parts.js";
+import { PrefixDoctor } from "../ui/prefix-doctor.js";
 import { Table, currentSort } from "../ui/table.js";
 
 const GROUPS = ["organisation", "project", "key", "user", "model", "replica", "route"];
@@ -33,7 +34,7 @@ export default function Usage() {
     <${Card} title="Cost by day" note="UTC days"><${Resource} of=${days} empty="No request ended in this time.">${({ data }) => html`<${Days} rows=${data} />`}<//><//>
     <${Card} title=${label}><${Resource} of=${report} empty="No request ended in this time. Widen the range, or remove the filter.">
       ${() => html`<${Table} label=${label} columns=${columnsFor(by, names)} rows=${rows} rowKey=${(row) => row[by] ?? ""} csv=${`usage-by-${by}.csv`} initialSort=${MOST_EXPENSIVE} pages=${may("viewer") ? pages : null} />`}<//><//>
-    ${may("viewer") ? html`<${Budgets} names=${names} />` : null}`;
+    ${may("viewer") ? html`<${Budgets} names=${names} /><${PrefixDoctor} model=${model} />` : null}`;
 }
 
 function Segments({ label, value, options, set }) {
