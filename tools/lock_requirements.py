@@ -53,10 +53,11 @@ LOCKS = {
     "torch-cpu": Lock(only=TORCH),
     "build": Lock(tools=BUILD_TOOLS),
     "base": Lock(),
-    "gateway": Lock(("kubernetes", "postgres", "redis", "s3"), includes="base"),
+    "gateway": Lock(("grpc", "kubernetes", "postgres", "redis", "s3"), includes="base"),
     "replica": Lock((*ENGINE_EXTRAS, "s3"), includes="base"),
     "development": Lock(
-        (*ENGINE_EXTRAS, "kubernetes", "postgres", "ray", "redis", "s3", "dev"), includes="base"
+        (*ENGINE_EXTRAS, "grpc", "kubernetes", "postgres", "ray", "redis", "s3", "dev"),
+        includes="base",
     ),
     "docs": Lock(("docs",), includes="base", python="3.11.5"),
 }

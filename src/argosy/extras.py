@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Extra = Literal["engine", "transformers", "gpu", "postgres", "redis", "s3", "kubernetes", "ray"]
+Extra = Literal[
+    "engine", "transformers", "gpu", "postgres", "redis", "s3", "kubernetes", "ray", "grpc"
+]
 """Extra of pyproject.toml with what a part of the program needs at run time."""
 
 

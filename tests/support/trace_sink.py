@@ -1,4 +1,4 @@
-"""Receivers of traces: a sink that decodes what it gets, and rotel, a collector that forwards to it."""
+"""Receivers of traces: sinks over HTTP and gRPC that decode what they get, and rotel, a collector before them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import importlib.util
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
@@ -29,7 +31,7 @@ class TraceSink:
     resources: list[dict[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
-    """Statuses of the next answers. Then 200."""
+    """Statuses of the next answers, which stand for their counterparts of gRPC. Then 200."""
     starts: int = 0
 
     def receive(self, headers: Mapping[str, str], body: bytes) -> int:
@@ -80,9 +82,44 @@ def trace_sink() -> Iterator[TraceSink]:
         thread.join()
 
 
+RETRY_AFTER_1_S = (
+    bytes.fromhex("0808")
+    + b"\x1a\x2e\x0a\x28type.googleapis.com/google.rpc.RetryInfo\x12\x04\x0a\x02\x08\x01"
+)
+"""A `google.rpc.Status` with `RetryInfo`."""
+REFUSALS = {
+    429: (grpc.StatusCode.RESOURCE_EXHAUSTED, "busy"),
+    503: (grpc.StatusCode.UNAVAILABLE, "starting"),
+    413: (grpc.StatusCode.RESOURCE_EXHAUSTED, "received message larger than max (9 vs. 4)"),
+}
+
+
+@contextlib.contextmanager
+def grpc_sink() -> Iterator[TraceSink]:
+    """Run a sink that receives by gRPC."""
+    sink = TraceSink()
+
+    def export(request: bytes, context: grpc.ServicerContext) -> bytes:
+        status = sink.receive(dict(context.invocation_metadata()), request)
+        if status in REFUSALS:
+            if status == HTTPStatus.TOO_MANY_REQUESTS:
+                context.set_trailing_metadata([("grpc-status-details-bin", RETRY_AFTER_1_S)])
+            context.abort(*REFUSALS[status])
+        return b""
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {"Export": grpc.unary_unary_rpc_method_handler(export)}
+    service = "opentelemetry.proto.collector.trace.v1.TraceService"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, handlers)])
+    sink.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield sink
+    server.stop(None).wait()
+
+
 @contextlib.asynccontextmanager
-async def rotel(sink: TraceSink, folder: Path) -> AsyncIterator[str]:
-    """Run the collector rotel, which forwards to a sink, and yield its URL."""
+async def rotel(sink: TraceSink, folder: Path, protocol: str) -> AsyncIterator[str]:
+    """Run the collector rotel, which forwards to a sink, and yield its URL for a protocol."""
     found = importlib.util.find_spec("rotel")
     assert found is not None
     assert found.origin is not None
@@ -93,6 +130,7 @@ async def rotel(sink: TraceSink, folder: Path) -> AsyncIterator[str]:
             free = stack.enter_context(socket.socket())
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
+    port = ports[protocol == "grpc"]
     process = await asyncio.create_subprocess_exec(
         *(str(program), "start", "--exporter", "otlp"),
         *("--otlp-http-endpoint", f"127.0.0.1:{ports[0]}"),
@@ -106,12 +144,12 @@ async def rotel(sink: TraceSink, folder: Path) -> AsyncIterator[str]:
     try:
         while True:
             with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", ports[0])
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.close()
                 break
             assert process.returncode is None, "rotel has ended"
             await asyncio.sleep(0.02)
-        yield f"http://127.0.0.1:{ports[0]}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         if process.returncode is None:
             process.terminate()

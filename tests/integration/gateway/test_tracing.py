@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_client import QUICK_TIMEOUTS, parse_stream, run_gateway_server
 from tests.support.replica_servers import MODEL, serve
-from tests.support.trace_sink import rotel, trace_sink
+from tests.support.trace_sink import grpc_sink, rotel, trace_sink
 from tests.support.waiting import until
 
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, TracingConfig
@@ -63,17 +63,17 @@ def read(span: Any) -> dict[str, object]:  # noqa: ANN401 - protobuf's class
     return {name: getattr(value, value.WhichOneof("value")) for name, value in values.items()}
 
 
-@pytest.mark.parametrize("through_collector", [False, True])
+@pytest.mark.parametrize("collector", [None, "http/protobuf", "grpc"])
 async def test_failover_is_one_trace_with_one_generation(
-    tokenizer: Tokenizer, tmp_path: Path, through_collector: bool
+    tokenizer: Tokenizer, tmp_path: Path, collector: Literal["http/protobuf", "grpc"] | None
 ) -> None:
     """The caller's trace goes on over both attempts, and tokens are counted once."""
     async with contextlib.AsyncExitStack() as stack:
         sink = stack.enter_context(trace_sink())
         url = sink.url
-        if through_collector:
-            url = await stack.enter_async_context(rotel(sink, tmp_path))
-        tracing = TracingConfig(endpoint=url, sample_ratio=0)
+        if collector is not None:
+            url = await stack.enter_async_context(rotel(sink, tmp_path, collector))
+        tracing = TracingConfig(endpoint=url, sample_ratio=0, protocol=collector)
         async with run_traced(tokenizer, tracing, crashes=1) as client:
             headers = {
                 "traceparent": f"00-{TRACE_ID}-{CALLER_ID}-00",
@@ -144,11 +144,15 @@ async def test_refused_requests_and_the_ratio_decide_alike(tokenizer: Tokenizer)
     assert "gen_ai.request.stream" not in read(generation)
 
 
+@pytest.mark.parametrize(
+    ("protocol", "refusal"), [("http/protobuf", 503), ("grpc", 503), ("grpc", 429)]
+)
 async def test_receiver_that_refuses_or_is_away_delays_nothing(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, protocol: str, refusal: int
 ) -> None:
-    with trace_sink() as sink:
-        sink.answers.append(503)  # to the span of the start
+    with grpc_sink() if protocol == "grpc" else trace_sink() as sink:
+        sink.answers.append(refusal)  # to the span of the start
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"{sink.url}/")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Basic%20abc")
         monkeypatch.setenv("OTEL_SERVICE_NAME", "front door")
@@ -168,7 +172,7 @@ async def test_receiver_that_refuses_or_is_away_delays_nothing(
 
 INVALID: list[tuple[dict[str, str], str | None, str]] = [
     ({}, None, "OTEL_EXPORTER_OTLP_ENDPOINT"),
-    ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "http://b", "http/protobuf"),
+    ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http://b", "http/protobuf"),
     ({}, "http://user:secret@b", "without a password"),
     ({}, "file:///etc/passwd", "http://"),
     ({"OTEL_EXPORTER_OTLP_TIMEOUT": "10s"}, "http://b", "milliseconds"),

@@ -213,7 +213,10 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Export of the traces of requests to an OTLP receiver. OpenTelemetry's environment variables set the rest."""
 
     endpoint: Annotated[str, Meta(examples=["http://collector:4318"])] | None = None
-    """Base URL of a receiver of OTLP over HTTP. None takes `OTEL_EXPORTER_OTLP_ENDPOINT`."""
+    """Base URL of a receiver of OTLP. None takes `OTEL_EXPORTER_OTLP_ENDPOINT`."""
+    protocol: Literal["http/protobuf", "grpc"] | None = None
+    """Protocol of the receiver. None takes `OTEL_EXPORTER_OTLP_PROTOCOL`, and HTTP without it. gRPC needs the extra
+    `grpc`."""
     headers_env: str | None = None
     """Environment variable with headers for the receiver, such as `authorization=Basic%20...`. They are added to those
     of `OTEL_EXPORTER_OTLP_HEADERS`."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
+import importlib.util
 import os
 import socket
-import ssl
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import structlog
 
 from argosy.deployment import TracingConfig
+from argosy.extras import install_command
 from argosy.gateway.request_context import RequestContext
+from argosy.gateway.tracing.receivers import (
+    GrpcReceiver,
+    HttpReceiver,
+    Receiver,
+    ReceiverAnswer,
+)
 from argosy.gateway.tracing.request_spans import SCHEMA_URLS, build_spans
 from argosy.gateway.tracing.trace_sampler import TraceSampler
 from argosy.process import run_in_daemon_thread
-from argosy.proxies import direct_mounts
 from argosy.telemetry import (
     AttributeValue,
     GatewayMetrics,
@@ -32,9 +36,7 @@ from argosy.telemetry import (
 )
 from argosy.version import VERSION
 
-if TYPE_CHECKING:
-    import httpx2
-
+HTTP, GRPC = "http/protobuf", "grpc"
 TRACES_PATH = "/v1/traces"
 MAX_QUEUE_BYTES = 8 << 20
 """Encoded spans that wait. Beyond it, the oldest are dropped."""
@@ -44,8 +46,6 @@ MAX_RETRY_DELAY_S = 30.0
 DEFAULT_TIMEOUT_MS = 10_000
 FLUSH_TIMEOUT_S = 2.0
 """Time for the last batch when the gateway stops."""
-_RETRIED_STATUSES = frozenset({429, 502, 503, 504})
-_TOO_LARGE = 413
 _ALL_ACCEPTED = b"\x0a\x00"
 """An answer with an empty `partial_success`, which some receivers send instead of nothing."""
 
@@ -55,8 +55,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 class SpanExporter:
     """Keeps and sends the traces of requests. Use it from one event loop.
 
-    The environment's standard variables set what the settings leave open: `OTEL_EXPORTER_OTLP_ENDPOINT`, `_HEADERS`,
-    `_TIMEOUT` and `_CERTIFICATE`, also as `OTEL_EXPORTER_OTLP_TRACES_...`, `OTEL_SERVICE_NAME` and
+    The environment's standard variables set what the settings leave open: `OTEL_EXPORTER_OTLP_ENDPOINT`, `_PROTOCOL`,
+    `_HEADERS`, `_TIMEOUT` and `_CERTIFICATE`, also as `OTEL_EXPORTER_OTLP_TRACES_...`, `OTEL_SERVICE_NAME` and
     `OTEL_RESOURCE_ATTRIBUTES`.
     """
 
@@ -70,17 +70,24 @@ class SpanExporter:
         """Create an exporter.
 
         Raises:
-            ValueError: No endpoint is set, or it is not one of HTTP. The message says what to change.
+            ValueError: No endpoint is set, its URL or its protocol is unknown, or grpcio is not installed. The message
+                says what to change.
         """
-        self.endpoint = _find_endpoint(config, environment)
+        protocol = _find_protocol(config, environment)
+        self.endpoint = _find_endpoint(config, environment, TRACES_PATH * (protocol != GRPC))
         self._config = config
         self._metrics = metrics
         self._sampler = TraceSampler(config.sample_ratio, config.max_traces_per_s)
-        self._headers = _parse_pairs(_read(environment, "HEADERS"))
+        headers = _parse_pairs(_read(environment, "HEADERS"))
         if config.headers_env is not None:
-            self._headers |= _parse_pairs(environment.get(config.headers_env, ""))
-        self._timeout_s = _read_timeout_s(environment)
-        self._certificate = _read(environment, "CERTIFICATE")
+            headers |= _parse_pairs(environment.get(config.headers_env, ""))
+        connect = GrpcReceiver if protocol == GRPC else HttpReceiver
+        self._receiver: Receiver = connect(
+            self.endpoint,
+            headers,
+            _read(environment, "CERTIFICATE"),
+            _read_timeout_s(environment),
+        )
         self._resource: dict[str, AttributeValue] = {
             "service.name": "argosy-gateway",
             "service.version": VERSION,
@@ -95,7 +102,6 @@ class SpanExporter:
         self._queued_bytes = 0
         self._is_full = asyncio.Event()
         """Set when a batch is complete before its time."""
-        self._client: httpx2.Client | None = None
         self._was_reachable: bool | None = None
 
     def add(self, context: RequestContext) -> None:
@@ -152,8 +158,7 @@ class SpanExporter:
                     await self._send(self._take_batch(), retries=False)
         except TimeoutError:
             self._metrics.spans_dropped.add(("stopped",), sum(count for _, count in self._queue))
-        if self._client is not None:
-            self._client.close()
+        self._receiver.close()
 
     def _take_batch(self) -> list[tuple[bytes, int]]:
         batch = [self._queue.popleft()]
@@ -168,65 +173,31 @@ class SpanExporter:
         """Send a batch, again while the receiver is away, and in halves if it is too large for the receiver."""
         delay_s = 1.0
         while True:
-            status, problem, wait_s = await run_in_daemon_thread(self._post, batch)
-            self._report_reachable(problem)
-            if not problem:
+            answer = await run_in_daemon_thread(self._post, batch)
+            self._report_reachable(answer.problem)
+            if answer.outcome == "taken":
                 self._metrics.trace_exports.add(("success",))
                 return
             self._metrics.trace_exports.add(("failure",))
-            if status == _TOO_LARGE and len(batch) > 1:
+            if answer.outcome == "too_large" and len(batch) > 1:
                 middle = len(batch) // 2
                 await self._send(batch[:middle], retries=retries)
                 await self._send(batch[middle:], retries=retries)
                 return
-            if not retries or (status is not None and status not in _RETRIED_STATUSES):
+            if not retries or answer.outcome != "unreachable":
                 self._metrics.spans_dropped.add(("refused",), sum(count for _, count in batch))
                 return
-            await asyncio.sleep(min(max(delay_s, wait_s), MAX_RETRY_DELAY_S))
+            await asyncio.sleep(min(max(delay_s, answer.wait_s), MAX_RETRY_DELAY_S))
             delay_s *= 2
 
-    def _post(self, batch: list[tuple[bytes, int]]) -> tuple[int | None, str, float]:
-        """Send a batch, from a thread.
-
-        Returns:
-            Status of the answer, or None if there is none; the problem, or ""; seconds to wait before another try.
-        """
-        import httpx2  # takes long to import
-
-        try:
-            if self._client is None:
-                verify = (
-                    ssl.create_default_context(cafile=self._certificate)
-                    if self._certificate
-                    else True
-                )
-                self._client = httpx2.Client(
-                    timeout=self._timeout_s, mounts=direct_mounts(self.endpoint), verify=verify
-                )
-            body = encode_request(
-                self._resource,
-                VERSION,
-                SCHEMA_URLS[self._config.semconv],
-                [encoded for encoded, _ in batch],
-            )
-            headers = self._headers | {
-                "content-type": "application/x-protobuf",
-                "content-encoding": "gzip",
-            }
-            with self._client.stream(
-                "POST", self.endpoint, content=gzip.compress(body, 1), headers=headers
-            ) as answer:
-                status = answer.status_code
-                accepted = next(answer.iter_bytes(), b"") if status == 200 else b""
-                retry_after = answer.headers.get("retry-after", "")
-        except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            return None, f"{type(error).__name__}: {error}"[:200], 0.0
-        if status == 200:
-            if len(accepted) > len(_ALL_ACCEPTED):
-                log.warning("spans_rejected", endpoint=self.endpoint, answer=repr(accepted[:200]))
-            return status, "", 0.0
-        wait_s = float(retry_after) if retry_after.isdecimal() else 0.0
-        return status, f"status {status}", wait_s
+    def _post(self, batch: list[tuple[bytes, int]]) -> ReceiverAnswer:
+        """Send a batch, from a thread."""
+        spans = [encoded for encoded, _ in batch]
+        schema_url = SCHEMA_URLS[self._config.semconv]
+        answer = self._receiver.export(encode_request(self._resource, VERSION, schema_url, spans))
+        if len(answer.content) > len(_ALL_ACCEPTED):
+            log.warning("spans_rejected", endpoint=self.endpoint, answer=repr(answer.content[:200]))
+        return answer
 
     def _report_reachable(self, problem: str) -> None:
         """Log whether the receiver takes spans, when that changes."""
@@ -234,7 +205,7 @@ class SpanExporter:
             return
         self._was_reachable = not problem
         if problem:
-            remedy = "check tracing.endpoint, its headers, and that an OTLP receiver over HTTP listens there"
+            remedy = "check tracing.endpoint, tracing.protocol, its headers, and that an OTLP receiver listens there"
             log.warning(
                 "tracing_unreachable", endpoint=self.endpoint, reason=problem, remedy=remedy
             )
@@ -242,23 +213,34 @@ class SpanExporter:
             log.info("tracing_ready", endpoint=self.endpoint)
 
 
-def _find_endpoint(config: TracingConfig, environment: Mapping[str, str]) -> str:
-    """Return the URL to which spans are posted.
+def _find_protocol(config: TracingConfig, environment: Mapping[str, str]) -> str:
+    """Return the protocol of the receiver.
 
     Raises:
-        ValueError: No endpoint is set, or it is not one of HTTP. The message says what to change.
+        ValueError: The environment has another one, or gRPC is not installed. The message says what to change.
     """
-    protocol = _read(environment, "PROTOCOL")
-    if protocol and not protocol.startswith("http/protobuf"):
+    protocol = config.protocol or _read(environment, "PROTOCOL") or HTTP
+    if protocol not in {HTTP, GRPC}:
         raise ValueError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; only http/protobuf is supported, often on port 4318"
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; it has to be {HTTP}, often on port 4318, or {GRPC} on 4317"
         )
+    if protocol == GRPC and importlib.util.find_spec("grpc") is None:
+        raise ValueError(f"traces over gRPC need grpcio: {install_command('grpc')}")
+    return protocol
+
+
+def _find_endpoint(config: TracingConfig, environment: Mapping[str, str], path: str) -> str:
+    """Return the URL of the receiver. `path` is added to one that is for all signals.
+
+    Raises:
+        ValueError: No endpoint is set, or it is no URL of HTTP. The message says what to change.
+    """
     exact = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
     base = config.endpoint or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
     if config.endpoint is None and exact:
         endpoint = exact
     elif base:
-        endpoint = base if base.endswith(TRACES_PATH) else base.rstrip("/") + TRACES_PATH
+        endpoint = base if base.endswith(TRACES_PATH) else base.rstrip("/") + path
     else:
         raise ValueError(
             "tracing needs tracing.endpoint or OTEL_EXPORTER_OTLP_ENDPOINT, such as http://collector:4318"
