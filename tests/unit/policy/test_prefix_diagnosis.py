@@ -188,6 +188,12 @@ def respell_tools(rng: random.Random, fleet: Fleet) -> PrefixDiagnosis:
 
 def change_history(rng: random.Random, fleet: Fleet) -> PrefixDiagnosis:
     chat = Chat(rng, turns=rng.randint(4, 8))
+    if rng.random() < 0.3:  # messages that differ by a number only
+        question = write(rng, 2)
+        chat.messages = [
+            (kind, f"Turn {number}: {question}" if kind == "user" else text)
+            for number, (kind, text) in enumerate(chat.messages)
+        ]
     session = rng.choice((b"", b"session 1"))
     fleet.serve(chat, session=session)
     if rng.random() < 0.5:  # the oldest messages are dropped

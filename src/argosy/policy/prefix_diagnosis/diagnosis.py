@@ -40,6 +40,8 @@ MIN_REALIGNED_WEIGHT = 256
 """Weight of equal pieces by which two prompts continue alike after different text."""
 MAX_SKIPPED_PIECES = 1024
 """Pieces in which the continuation is searched."""
+_HISTORY_CAUSES = frozenset[PromptCause]({"history_truncated", "history_rewritten"})
+"""Causes that go before a changed value, since the messages of a history are alike."""
 MAX_DIFFERENCES = 64
 """Differences that are followed in one comparison."""
 
@@ -279,14 +281,15 @@ def _find_difference(
     are_tools = kinds == ("tool", "tool")
     if are_tools and i == new.segment_starts[new_segment] and j == old.segment_starts[old_segment]:
         return _compare_tools(new, old, new_segment, old_segment)
+    continued = _realign(new, old, i, j, is_same=is_same) if follows else None
+    if continued is not None and continued.cause in _HISTORY_CAUSES:
+        return continued
     if new.masked[i] == old.masked[j]:
         pairs = zip(new.masks_of(i), old.masks_of(j), strict=False)
         changed = next((one for one, other in pairs if one[2] != other[2]), None)
         if changed is not None:
             return _Difference(changed[0], changed[1], i + 1, j + 1)
-    if not follows:
-        return None
-    return _realign(new, old, i, j, is_same=is_same)
+    return continued
 
 
 def _compare_tools(
