@@ -15,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.policy import Rates
 from argosy.policy.prefix_diagnosis import (
     PrefixDiagnosis,
+    PrefixTally,
     PromptMemory,
     PromptSegment,
     SegmentKind,
@@ -309,6 +311,28 @@ def test_prompts_that_arrive_together_lose_nothing() -> None:
     fleet.caches["a"].clear()
     diagnosis = fleet.serve(chat)
     assert diagnosis.lost_by_placement_tokens == diagnosis.lost_by_prompt_tokens == 0
+
+
+def test_report_adds_up_and_estimates_a_day() -> None:
+    rng, fleet, tally = random.Random(3), Fleet(), PrefixTally(now=1000)
+    chat = Chat(rng, tools=5)
+    for _ in range(4):
+        diagnosis = fleet.serve(chat)
+        tally.add(diagnosis, weight=50, rates=Rates(10, 1, 7), prefill_tokens_per_s=500)
+        chat.tools = chat.tools[2:] + chat.tools[:2]
+    report = tally.report("org", "project", "big", now=1000 + 43_200)
+    classes = (
+        *(report.cached_tokens, report.unavoidable_tokens),
+        *(report.lost_by_prompt_tokens, report.lost_by_placement_tokens),
+    )
+    assert sum(classes) == report.input_tokens == fleet.input_tokens
+    (finding,) = report.findings
+    assert (finding.segment, finding.requests) == ("tools", 3)
+    assert finding.tokens == report.lost_by_prompt_tokens
+    assert finding.tokens_per_day == 2 * 50 * finding.tokens
+    assert finding.nano_dollars_per_day == 9 * finding.tokens_per_day
+    assert finding.saved_ttft_s == pytest.approx(finding.tokens / 3 / 500)
+    assert finding.advice.startswith("Tools, about token")
 
 
 def test_memory_keeps_tenants_apart_and_is_bounded() -> None:

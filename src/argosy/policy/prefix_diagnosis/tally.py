@@ -17,6 +17,13 @@ MAX_FINDINGS = 64
 DAY_S = 86_400.0
 MIN_PERIOD_S = 60.0
 """Shortest period from which the savings of a day are estimated."""
+_SEGMENTS: dict[FindingCause, str] = {
+    "tools_reordered": "tools",
+    "tools_changed": "tools",
+    "history_truncated": "history",
+    "history_rewritten": "history",
+}
+"""Parts of prompts that these causes concern, whichever tool or message differs first."""
 _MOVE = "Move it behind the text that all requests share, such as into the last message"
 _REMEDIES: dict[FindingCause, str] = {
     "time": f"A time changes here with each request. {_MOVE}, or round it to the day.",
@@ -52,7 +59,7 @@ class PrefixFinding(msgspec.Struct, kw_only=True):
     cause: FindingCause
     token_class: TokenClass
     segment: str
-    """Part of the prompt, such as `system prompt` or `tool 2`; empty if no part is to blame."""
+    """Part of the prompt, such as `system prompt`, `tool 2` or `history`; empty if no part is to blame."""
     position_tokens: int
     """Tokens before the difference, by estimate, in the latest of the prompts."""
     requests: int = 0
@@ -138,7 +145,7 @@ class PrefixTally:
         saved_per_token = max(0, rates.input - rates.cached_input)
         for cause, token_class, tokens in found:
             is_prompt = cause == diagnosis.prompt_cause
-            segment = _describe_segment(diagnosis.segment) if is_prompt else ""
+            segment = _describe_segment(cause, diagnosis.segment) if is_prompt else ""
             key = cause, segment
             if key not in self._findings and len(self._findings) >= MAX_FINDINGS:
                 continue
@@ -193,9 +200,11 @@ class PrefixTally:
         )
 
 
-def _describe_segment(segment: tuple[SegmentKind, int] | None) -> str:
+def _describe_segment(cause: FindingCause, segment: tuple[SegmentKind, int] | None) -> str:
     if segment is None:
         return ""
+    if cause in _SEGMENTS:
+        return _SEGMENTS[cause]
     kind, number = segment
     if kind == "tool":
         return f"tool {number}"
