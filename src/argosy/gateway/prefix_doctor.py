@@ -42,7 +42,7 @@ SAMPLED_PERIOD_S = 30.0
 """Length of the periods of which a share is sampled, so that the turns of a conversation are sampled together."""
 MAX_WATCH_S = 3600.0
 MAX_WATCHES = 64
-MAX_PROMPT_BYTES = 4 << 20
+MAX_PROMPT_BYTES = 1 << 20
 """Size of the largest request whose prompt is examined."""
 MAX_QUEUED_BYTES = 16 << 20
 MAX_QUEUED = 128

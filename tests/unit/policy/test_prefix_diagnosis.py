@@ -347,6 +347,16 @@ def test_memory_keeps_tenants_apart_and_is_bounded() -> None:
     assert fleet.memory.find("tenant", b"", b"0")[0][0].sent_at == same[0].sent_at
 
 
+@pytest.mark.parametrize("text", ["1 ", "a\n", "b"])
+def test_work_for_hostile_prompts_is_bounded(text: str) -> None:
+    """Millions of values, lines, or bytes without an end take few pieces and masks."""
+    segment = PromptSegment("user", 1, text.encode() * 1_000_000)
+    outline = outline_prompt([segment], SECRET)
+    assert len(outline.exact) <= 4097
+    assert len(outline.mask_values) <= 4096
+    assert outline.memory_bytes < 300_000
+
+
 values = st.sampled_from(["x", "12:30", "42", "deadbeef99", "\ud800", '{"b": 1, "a": 2}', "A b.\n"])
 texts = st.lists(values, max_size=40).map("".join)
 kinds: st.SearchStrategy[Any] = st.sampled_from(["system", "tool", "user", "assistant", "text"])

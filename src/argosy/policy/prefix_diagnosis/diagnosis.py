@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -40,9 +41,11 @@ MIN_REALIGNED_WEIGHT = 256
 """Weight of equal pieces by which two prompts continue alike after different text."""
 MAX_SKIPPED_PIECES = 1024
 """Pieces in which the continuation is searched."""
+MAX_TRIED_RUNS = 128
+"""Short equal parts that are passed over in one search, which bounds the work for prompts of equal lines."""
 _HISTORY_CAUSES = frozenset[PromptCause]({"history_truncated", "history_rewritten"})
 """Causes that go before a changed value, since the messages of a history are alike."""
-MAX_DIFFERENCES = 64
+MAX_DIFFERENCES = 32
 """Differences that are followed in one comparison."""
 
 
@@ -330,10 +333,10 @@ def _realign(
     segment = new.segment_of(i)
     kind = new.segments[segment][0]
     is_message = kind not in {"system", "tool", "text"}
-    for start in range(i, min(len(new.exact), i + MAX_SKIPPED_PIECES)):
-        old_start = later.get(new.exact[start])
-        if old_start is None:
-            continue
+    starts = range(i, min(len(new.exact), i + MAX_SKIPPED_PIECES))
+    found = (start for start in starts if new.exact[start] in later)
+    for start in islice(found, MAX_TRIED_RUNS):
+        old_start = later[new.exact[start]]
         end, old_end = start, old_start
         while (
             end < len(new.exact)

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -25,6 +26,8 @@ MAX_OUTLINED_BYTES = 1 << 18
 """Bytes of a prompt that are divided into pieces. The rest of each segment is one piece."""
 MAX_PIECES = 4096
 """Pieces of a prompt. The rest of each segment is one more piece."""
+MAX_MASKS = 4096
+"""Masked values of a segment. Later ones count as text."""
 HASH_BYTES = 8
 _DOUBLE = bytes([*b"0123456789", *range(128, 256)])
 _TRIPLE = bytes(byte for byte in range(33, 127) if not chr(byte).isalnum())
@@ -186,7 +189,7 @@ class _Outliner:
         """Add the pieces of a text, none of which ends within a masked value."""
         outlined = text[: self._bytes_left]
         self._bytes_left -= len(outlined)
-        masks = _find_masks(outlined)
+        masks = islice(_find_masks(outlined), MAX_MASKS)
         mask = next(masks, None)
         start = 0
         for match in _PIECES.finditer(outlined):
