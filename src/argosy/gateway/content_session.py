@@ -30,6 +30,8 @@ TURN_CHARS = 1 << 15
 """Characters of a prompt that are filtered before other requests have a turn of the event loop."""
 MAX_REPORT_CHARS = 1 << 16
 """Longest prompt or output that is filtered for explanations."""
+MAX_SUMMARY_CHARS = 200
+"""Length of the findings in a row of the ledger."""
 OVERLAP_CHARS = 200
 """Characters before a piece of a text that are moderated with it."""
 TEXT_COST_CHARS = 200
@@ -303,6 +305,16 @@ class ContentSession:
     def _count(self, side: str, content_filter: TextFilter | JsonFilter) -> None:
         for (name, action), count in content_filter.counts.items():
             self.findings[side, name, action] += count
+
+    def summarise(self) -> str:
+        """Return what was found in the prompt and the answer as a row of the ledger has it."""
+        summary = ""
+        for (side, name, action), count in self.findings.most_common():
+            finding = f"{side} {'_'.join(name.split())} {action} {count}"
+            longer = f"{summary}; {finding}" if summary else finding
+            if side != "stored" and len(longer) <= MAX_SUMMARY_CHARS:
+                summary = longer
+        return summary
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the rule with each finding for explanations; the rule alone if it has found nothing."""

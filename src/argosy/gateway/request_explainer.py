@@ -117,6 +117,10 @@ def explain_record(record: UsageRecord, gateway: str) -> dict[str, Any]:
         cost=CostTrace(record.nano_dollars, NO_CHARGE),
         status=record.status,
     )
+    trace.content = [
+        {"side": side, "detector": name, "action": action, "count": int(count)}
+        for side, name, action, count in map(str.split, filter(None, record.findings.split("; ")))
+    ]
     known = trace.to_dict()
     return known | {
         "request_id": None,

@@ -46,6 +46,8 @@ TEXT_OFFSET, REPLICA_OFFSET = 96, 896
 """Byte offsets of the texts in the slot."""
 _CAPPED = b"\0capped"
 """Follows the digest of a record whose usage was capped."""
+_FINDINGS, _END = b"\1", b"\0"
+"""Stand before and after the findings of an ended request, which follow its texts as far as there is room."""
 _TEXT_FIELDS = ("request", "organisation", "project", "key", "user", "model", "asked", "route")
 """Ids and names of a record in the order of the slot."""
 _texts_of = attrgetter(*_TEXT_FIELDS)
@@ -73,7 +75,7 @@ class UsageSlot:
         """Write the descriptive fields of `record` and the rates, and mark the slot running."""
         words, base = self._words, self._first_word
         text = _encode_texts(record)
-        self._write_text(TEXT_OFFSET, text)
+        self._write_text(TEXT_OFFSET, (text + _END)[: REPLICA_OFFSET - TEXT_OFFSET])
         _BEGUN_WORDS.pack_into(
             self.table.memory,
             (base + INPUT_WORD) * 8,
@@ -104,6 +106,7 @@ class UsageSlot:
         digest: str = "",
         *,
         is_capped: bool = False,
+        findings: str = "",
     ) -> None:
         """Mark the request ended and queue the record for the store. The request must not use the slot afterwards."""
         words, base = self._words, self._first_word
@@ -114,6 +117,12 @@ class UsageSlot:
         text = text[: SLOT_BYTES - REPLICA_OFFSET]
         self._write_text(REPLICA_OFFSET, text)
         words[base + REPLICA_SIZE_WORD] = len(text)
+        offset = TEXT_OFFSET + words[base + TEXT_SIZE_WORD]
+        if findings and (room := REPLICA_OFFSET - offset - len(_FINDINGS + _END)) > 0:
+            found = findings.encode("utf-8", "replace")
+            if len(found) > room:
+                found = found[:room].rpartition(b"; ")[0]
+            self._write_text(offset, _FINDINGS + found + _END)
         self.table.times[base + ENDED_AT_WORD] = ended_at
         words[base + STATE_WORD] = ENDED + USAGE_STATUSES.index(status)
         self._ended_slots.append(self)
@@ -152,6 +161,9 @@ class UsageSlot:
         """Decode the record of an ended request."""
         words, times, base = self._words, self.table.times, self._first_word
         texts = self._read_text(TEXT_OFFSET, TEXT_SIZE_WORD).decode("utf-8", "replace").split("\0")
+        start = base * 8 + TEXT_OFFSET + words[base + TEXT_SIZE_WORD]
+        found, _, _ = self.table.memory[start : base * 8 + REPLICA_OFFSET].partition(_END)
+        findings = found[1:].decode("utf-8", "replace") if found.startswith(_FINDINGS) else ""
         ending = self._read_text(REPLICA_OFFSET, REPLICA_SIZE_WORD).decode("utf-8", "replace")
         replica, _, suffix = ending.partition("\0")
         digest, is_capped, _ = suffix.partition(_CAPPED.decode())
@@ -175,6 +187,7 @@ class UsageSlot:
             nano_dollars=min(rates.cost_nano_dollars(usage), MAX_NANO_DOLLARS),
             digest=digest,
             is_capped=bool(is_capped),
+            findings=findings,
         )
 
     def _write_text(self, offset: int, text: bytes) -> None:

@@ -107,6 +107,8 @@ async def test_nothing_that_a_rule_removes_reaches_a_file_or_the_log(tmp_path: P
                 await send_all(gateway.url, key)
                 await gateway.stop()
                 log = "".join(gateway.log)
+        rows = [each for page in accounts.store.ledger.iter_records() for each in page]
+    assert sum("output card report" in each.findings for each in rows) >= 4
     for path in list_files(tmp_path):
         content = path.read_bytes()
         for needle in (DOMAIN, CARD):

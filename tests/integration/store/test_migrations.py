@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "0007"
+down_revision = "0008"
 
 def upgrade():
     op.add_column("usage", sa.Column("colour", sa.Text, nullable=False, server_default="grey"))
@@ -92,6 +92,7 @@ def test_stored_bytes_of_an_older_database_are_summed_up(store: Store, url: str)
         connection.execute(sa.text("DROP TABLE adapters"))
         connection.execute(sa.text("DROP TABLE prompts"))
         connection.execute(sa.text("DROP TABLE flags"))
+        connection.execute(sa.text("ALTER TABLE usage DROP COLUMN findings"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
     database.close()
     store.migrate()
@@ -114,6 +115,7 @@ def test_candidates_of_an_older_database_keep_the_share_that_a_person_set(
             connection.execute(sa.text(f"ALTER TABLE adapters DROP COLUMN {column}"))
         connection.execute(sa.text("DROP TABLE prompts"))
         connection.execute(sa.text("DROP TABLE flags"))
+        connection.execute(sa.text("ALTER TABLE usage DROP COLUMN findings"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0004'"))
     database.close()
     store.migrate()

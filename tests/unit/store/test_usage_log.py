@@ -240,13 +240,15 @@ def test_reused_slot_has_no_data_of_the_previous_request(tmp_path: Path) -> None
     first = UsageLog(tmp_path)
     slot = first.allocate_slot(new_record("before"), RATES)
     slot.set_counts(TokenUsage(100, 40, 7))
-    slot.finish("completed", "", NOW)
-    first.drain(lambda _: None)
+    slot.finish("completed", "", NOW, findings="input email redact 1")
+    (record,) = drain(first)
+    assert record.findings == "input email redact 1"
     first.allocate_slot(new_record("again"), RATES)
     first.close()
     second = UsageLog(tmp_path)
     (recovered,) = second.recover()
     assert (recovered.request, outcome(recovered)) == ("again", ("interrupted", (0, 0, 0)))
+    assert recovered.findings == ""
     second.close()
 
 
@@ -289,7 +291,7 @@ def test_texts_around_the_maximum_size_are_complete_or_cut(log: UsageLog, letter
         for number, user in enumerate(users)
     ]
     for slot in slots:
-        slot.finish("completed", f"there {'r' * 200}", NOW)
+        slot.finish("completed", f"there {'r' * 200}", NOW, findings="input card mask 3; a b c 1")
     records = drain(log)
     assert [record.request for record in records] == [f"r{number}" for number in range(len(users))]
     for user, record in zip(users, records, strict=True):
@@ -297,6 +299,7 @@ def test_texts_around_the_maximum_size_are_complete_or_cut(log: UsageLog, letter
         fits = len(f"{record.request}{plain}{'k' * 300}m".encode()) + 7 <= 800
         assert record.user == (plain if fits else record.user[:90])
         assert plain.startswith(record.user.rstrip("\ufffd"))
+        assert record.findings in {"input card mask 3; a b c 1", "input card mask 3", ""}
         assert record.replica.startswith("there r")
         assert (record.model, record.asked, record.route) == ("m", "", "")
 

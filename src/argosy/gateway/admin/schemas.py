@@ -230,6 +230,7 @@ class RequestColumns(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: list[int]
     output_tokens: list[int]
     nano_dollars: list[int]
+    findings: list[str]
 
 
 class RequestTableView(

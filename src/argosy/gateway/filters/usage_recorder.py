@@ -78,6 +78,7 @@ class UsageRecorder:
             self._clock(),
             context.model_digest,
             is_capped=bill.is_capped,
+            findings="" if context.content is None else context.content.summarise(),
         )
         context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
 

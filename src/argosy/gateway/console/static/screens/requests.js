@@ -63,4 +63,5 @@ const COLUMNS = [
   { key: "output_tokens", isSorted: true, label: "Output tokens", isNumber: true, value: (row) => row.output_tokens, cell: (row) => exact(row.output_tokens) },
   { key: "nano_dollars", isSorted: true, label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => money(row.nano_dollars) },
   { key: "replica", label: "Replica", value: (row) => visible(row.replica) },
+  { key: "findings", label: "Content", value: (row) => row.findings, cell: (row) => html`<span title=${visible(row.findings)}>${visible(row.findings)}</span>` },
 ];

@@ -69,7 +69,7 @@ function describe(explanation, bars, total) {
 }
 
 function describeFinding({ rule, side, detector, action, count: found }) {
-  return detector ? `${visible(rule)}: ${count(found)} × ${visible(detector)} (${side}, ${action})` : `${visible(rule)}: nothing found`;
+  return detector ? `${rule ? `${visible(rule)}: ` : ""}${count(found)} × ${visible(detector)} (${side}, ${action})` : `${visible(rule)}: nothing found`;
 }
 
 function Facts({ explanation }) {
