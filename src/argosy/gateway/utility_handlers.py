@@ -10,11 +10,13 @@ from urllib.parse import parse_qsl
 import msgspec
 from msgspec import Raw
 
+from argosy.deployment import PromptRule
 from argosy.gateway.event_loop import TenantSlots
 from argosy.gateway.filters import LimitFilter
 from argosy.gateway.model_registry import ModelRouter, RouteTarget
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.gateway.principal import Principal
+from argosy.gateway.prompt_rendering import render_prompt
 from argosy.gateway.proxy import (
     REFUSE_UNKNOWN_FIELDS,
     RETRY_AFTER_S,
@@ -23,7 +25,14 @@ from argosy.gateway.proxy import (
     starting_error,
 )
 from argosy.gateway.request_context import GENERATE
-from argosy.gateway.request_fields import decode_fields, parse_raw_fields
+from argosy.gateway.request_fields import (
+    PROMPT_ID,
+    TOOL_FIELDS,
+    RequestFields,
+    decode_fields,
+    parse_raw_fields,
+    parse_request_fields,
+)
 from argosy.gateway.upstream import UpstreamError, UpstreamResponse
 from argosy.http_server import (
     JSON_CONTENT_TYPE,
@@ -44,6 +53,7 @@ the prompts of all tenants on the same processors."""
 METRICS_PATH = "/metrics"
 TOKENIZE_PATH = "/tokenize"
 TOKENIZER_INFO_PATH = "/tokenizer_info"
+_MESSAGES = "messages"
 
 
 class _UtilityFields(msgspec.Struct, gc=False):
@@ -68,9 +78,36 @@ class UtilityHandlers:
     ) -> None:
         """`POST /tokenize` and `POST /detokenize`. Requests of other dialects give the replica's path."""
         async with self._slots.hold(exchange, principal.tenant):
-            fields = await exchange.parse_body(await exchange.read_body(), parse_raw_fields)
+            body = await exchange.read_body()
+            fields = await exchange.parse_body(body, parse_raw_fields)
+            if (path or exchange.path) == TOKENIZE_PATH:
+                fields = await self._render_prompt(exchange, principal, body, fields)
             name = decode_fields(_UtilityFields, fields).model
             await self._forward_to_model(exchange, principal, name, path or exchange.path, fields)
+
+    async def _render_prompt(
+        self, exchange: HttpExchange, principal: Principal, body: bytes, fields: dict[str, Raw]
+    ) -> dict[str, Raw]:
+        """Return the fields with the prompt that a request names, or that a rule puts before its messages.
+
+        Raises:
+            ApiError: As `render_prompt` does.
+        """
+        is_named = PROMPT_ID in fields
+        if not (is_named or (self._models.rules[PromptRule] and _MESSAGES in fields)):
+            return fields
+        prompt_field = "prompt" if "prompt" in fields else _MESSAGES
+
+        def parse(body: bytes) -> RequestFields:
+            return parse_request_fields(body, prompt_field)
+
+        parsed = await exchange.parse_body(body, parse)
+        rendered = await render_prompt(self._models, parsed, principal, exchange)
+        if rendered is None:
+            return fields
+        found = await exchange.parse_body(rendered.body, parse_raw_fields)
+        counted = {*fields, prompt_field, *TOOL_FIELDS, "model"}
+        return {name: value for name, value in found.items() if name in counted}
 
     async def tokenizer_info(
         self, exchange: HttpExchange, principal: Principal, name: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from tests.support.fake_upstream import listening, repeat_prompt
+from tests.support.fake_upstream import UpstreamRequest, listening, repeat_prompt
 from tests.support.gateway_client import check_settings_error, run_gateway_server
 from tests.support.native_upstream import NativeScript, NativeUpstream
 from tests.support.organisations import Json, run_admin_gateway
@@ -46,6 +46,17 @@ RULES = [
 ]
 
 
+class CountingUpstream(NativeUpstream):
+    """Replica that keeps what it is to tokenize, too."""
+
+    async def _respond(self, request: UpstreamRequest) -> None:
+        if request.path == "/tokenize":
+            self.requests.append(request)
+            request.send_json(200, {"tokens": [1], "count": 1})
+        else:
+            await super()._respond(request)
+
+
 class PromptGateway:
     """A gateway with prompts in front of one scripted replica."""
 
@@ -69,7 +80,7 @@ class PromptGateway:
 
 @pytest.fixture
 async def gateway() -> AsyncIterator[PromptGateway]:
-    replica = NativeUpstream()
+    replica = CountingUpstream()
     replica.native_script = NativeScript(deltas=[{"content": "Hi"}], finish_reason="stop")
     async with listening(replica):
         models = [
@@ -79,6 +90,28 @@ async def gateway() -> AsyncIterator[PromptGateway]:
         config = GatewayConfig(port=0, models=models, prompts=PROMPTS, prompt_rules=RULES)
         async with run_gateway_server(config) as (_, client):
             yield PromptGateway(client, replica)
+
+
+async def test_tokens_are_counted_with_the_prompt(gateway: PromptGateway) -> None:
+    named: dict[str, Any] = {"prompt_id": "support", "prompt_variables": VARIABLES}
+    version, body = await gateway.send("/tokenize", **named, messages=[NEW])
+    assert version == "support@1"
+    assert body["messages"] == [SYSTEM, PAST, NEW]
+    assert "max_tokens" not in body
+    word: dict[str, Any] = {"prompt_variables": {"word": "yes"}, "model": "big"}
+    _, body = await gateway.send("/tokenize", prompt_id="text", prompt="", **word)
+    assert body["prompt"] == "Say yes."
+    prompt = {"id": "fixed"}
+    _, body = await gateway.send(
+        f"{RESPONSES}/input_tokens", prompt=prompt, input="now", model="big"
+    )
+    assert body["messages"] == [{"role": "system", "content": "Be kind."}, NEW]
+    _, body = await gateway.send("/tokenize", model="bound", messages=[NEW])
+    assert body["messages"] == [{"role": "system", "content": "Be kind."}, NEW]
+    _, body = await gateway.send("/tokenize", model="bound", prompt="Be")
+    assert body["prompt"] == "Be"
+    response = await gateway.client.post("/tokenize", json={"prompt_id": "other", "model": "big"})
+    assert response.status_code == 404
 
 
 async def test_each_dialect_gets_the_prompt_before_its_messages(gateway: PromptGateway) -> None:

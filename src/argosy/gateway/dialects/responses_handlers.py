@@ -29,6 +29,7 @@ from argosy.gateway.dialects.stored_response_handlers import (
 from argosy.gateway.filters import IDEMPOTENCY_KEY_HEADER
 from argosy.gateway.http_route import Handler
 from argosy.gateway.principal import Principal
+from argosy.gateway.prompt_rendering import PromptReference
 from argosy.http_server import HttpExchange
 from argosy.policy import MemoryEntry, TenantMemory
 from argosy.protocol import (
@@ -164,12 +165,12 @@ class ResponsesHandlers:
             body,
             partial(parse_responses_request, ResponsesRequest, refuse_unknown=self._refuse_unknown),
         )
-        if request.prompt is not None:
-            message = "The tokens of a prompt of the server are not counted. Render it, and send the result as input."
-            raise invalid_request(message, "prompt", "unsupported_parameter")
         translated, _, _ = await self._translate(exchange, principal, request)
         name_ignored_fields(exchange, (*ignored, *translated.ignored))
-        fields = {name: translated.body.get(name) for name in ("model", "messages", "tools")}
+        counted = ("model", "messages", "tools", *PromptReference.__struct_fields__)
+        fields = {
+            name: translated.body[name] for name in counted if translated.body.get(name) is not None
+        }
         translator = ObjectTranslator(
             lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens["count"]},
             encode_responses_error,
