@@ -126,10 +126,11 @@ def show(
     rules = call_admin_api(url, api_key, "GET", "/admin/cache")["data"]
     print_records(
         rules,
-        ("Rule", "Hit rate", "Requests", "Questions", "Wrong answers of a dry run"),
+        ("Rule", "Hit rate", "Saved", "Requests", "Questions", "Wrong answers of a dry run"),
         lambda row: (
             row["rule"],
             "" if row["hit_rate"] is None else f"{row['hit_rate']:.1%}",
+            f"{row['saved_s']:.1f} s",
             _format_counts(row["results"]),
             _format_counts(row["questions"]),
             "{:.1%} to {:.1%}".format(*row["wrong_answers"]) if row["wrong_answers"] else "",

@@ -35,6 +35,8 @@ class CacheRuleView(msgspec.Struct, frozen=True, kw_only=True):
     """Requests by how the cache answered, as in the header `x-argosy-cache`."""
     hit_rate: float | None
     """Share of the requests that the cache answered, without those that bypass it."""
+    saved_s: float
+    """Time that the computation of the kept answers took, for each request that the cache answered."""
     questions: dict[str, int]
     """Lookups of the semantic cache by their result."""
     wrong_answers: tuple[float, float] | None
@@ -68,6 +70,7 @@ class CacheAdmin:
         requests, questions = (
             _group(each.values()) for each in (metrics.cache_requests, metrics.semantic_lookups)
         )
+        saved = {rule: value for (rule,), value in metrics.cache_saved_seconds.values()}
         views = []
         for rule, results in sorted(requests.items()):
             answered = sum(results[each] for each in ANSWERED)
@@ -79,6 +82,7 @@ class CacheAdmin:
                     rule=rule,
                     results=dict(results),
                     hit_rate=answered / asked if asked else None,
+                    saved_s=saved.get(rule, 0.0),
                     questions=dict(lookups),
                     wrong_answers=interval(lookups["differed"], compared) if compared else None,
                 )

@@ -172,6 +172,11 @@ class GatewayMetrics(Collector):
             "Requests that a cache rule matches, by how the cache answered: hit, joined, semantic, miss or bypass.",
             *("rule", "result"),
         )
+        self.cache_saved_seconds = self._add_counter(
+            "argosy_gateway_cache_saved_seconds",
+            "Time that the computation of kept answers took, for each request that the cache answered.",
+            "rule",
+        )
         self.semantic_lookups = self._add_counter(
             "argosy_gateway_semantic_lookups",
             "Questions of rules with `semantic`: served, would_serve (dry run), rejected, none or unavailable; and "

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
@@ -28,9 +29,10 @@ from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
 from argosy.alerting import AlertState, ReceiverState
-from argosy.deployment import ReplicaRecord
+from argosy.deployment import CacheRule, ContentRule, ReplicaRecord
 from argosy.policy.alerting import Alert
 from argosy.policy.reconciliation import ProblemKind, ReplicaPhase
+from argosy.policy.traffic import FeatureFlag
 from argosy.protocol import format_event
 from argosy.store import FleetDocument, ReplicaLogRun
 
@@ -488,6 +490,69 @@ async def test_other_pages_neither_send_requests_nor_show_the_console(
     rebound = await page.goto(f"http://attacker.test:{urlsplit(base).port}/")
     assert rebound is not None
     assert rebound.status == 421
+
+
+async def test_operators_switch_flags_and_move_labels_on_a_phone(
+    browser: Browser, tmp_path: Path
+) -> None:
+    flag = FeatureFlag(variants={"on": True, "off": False}, default_variant="off")
+    async with run_admin_gateway(
+        tmp_path,
+        feature_flags={"pilot": flag, "idle": flag},
+        content_rules=[ContentRule(name="strict", flag="pilot", input={"email": "redact"})],
+        cache_rules=[CacheRule(name="all", sampled=True)],
+    ) as gateway:
+        add = partial(gateway.store.prompts.add_version, "greet", organisation=None, actor="test")
+        add('{"text": "Hello {{ name }}."}', labels=["production"])
+        add('{"text": "Hi {{ name }}."}')
+        body = {"model": "big", "prompt": "Hi", "max_tokens": 2}
+        for _ in range(2):
+            await gateway.client.post("/v1/completions", json=body, headers=gateway.root_headers)
+        page = await open_console(browser, gateway)
+        await page.set_viewport_size({"width": 360, "height": 740})
+        expect = load_playwright().expect
+        await show_screen(page, "#/flags", "Flags and caches")
+        table = page.get_by_role("region", name="Feature flags")
+        row = table.get_by_role("row").filter(has_text="pilot")
+        await expect(row).to_contain_text("strict")
+        await expect(table.get_by_role("row").filter(has_text="idle")).to_contain_text("nothing")
+        await expect(page.get_by_role("region", name="Caches")).to_contain_text("2 miss")
+        await row.get_by_role("button", name="Switch").click()
+        dialog = page.get_by_role("dialog", name="Switch pilot")
+        await dialog.get_by_label("Variant").select_option("on")
+        await dialog.get_by_label("Only for organisations").fill("acme, acme/web")
+        await dialog.get_by_label("in percent").fill("20")
+        await dialog.get_by_label("Reason").fill("trial")
+        await dialog.get_by_role("button", name="Switch").click()
+        await expect(row).to_contain_text("fractional")
+        (switched,) = gateway.store.flags.list_flags()
+        assert json.loads(switched.targeting or "") == {
+            "if": [
+                {"or": [{"in": [{"var": "organisation"}, ["acme"]]},
+                        {"in": [{"var": "project"}, ["acme/web"]]}]},
+                "on",
+                {"fractional": [{"var": "targetingKey"}, ["on", 20], ["off", 80]]},
+            ]
+        }  # fmt: skip
+        assert switched.reason == "trial"
+        await row.get_by_role("button", name="Disable").click()
+        await expect(row.get_by_role("button", name="Enable")).to_be_visible()
+        assert await page.evaluate(FIND_CLIPPED) == []
+        await show_screen(page, "#/prompts", "Prompts")
+        newest = page.get_by_role("region", name="Prompts").get_by_role("row").nth(1)
+        await newest.get_by_role("button", name="Preview").click()
+        await page.get_by_text("variables: name").wait_for()
+        await page.get_by_label("Variables as JSON").fill('{"name": "Ann"}')
+        await page.get_by_role("button", name="Render").click()
+        await expect(page.get_by_label("Rendered")).to_have_text("Hi Ann.")
+        await newest.get_by_role("button", name="Label").click()
+        dialog = page.get_by_role("dialog", name="Label greet@2")
+        await dialog.get_by_role("button", name="Save").click()
+        await expect(newest).to_contain_text("production")
+        labels = {each.version: each.labels for each in gateway.store.prompts.list_prompts()}
+        assert labels == {1: (), 2: ("production",)}
+        assert await page.evaluate(FIND_CLIPPED) == []
+        await expect(page.locator("html")).to_have_js_property("scrollWidth", 360)
 
 
 @pytest.mark.skipif(

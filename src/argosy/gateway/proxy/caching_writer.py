@@ -304,6 +304,7 @@ class CachingWriter(WrappingWriter):
         delivered.output_tokens = usage.output_tokens
         delivered.reasoning_tokens, delivered.prediction = usage.reasoning_tokens, usage.prediction
         delivered.finish_reasons.update(entry.finish_reasons)
+        self._cache.metrics.cache_saved_seconds.add((self._rule_name,), entry.duration_s)
         context.trace.cache[-1] |= {
             "saved_s": round(entry.duration_s, 3),
             "saved_nano_dollars": self._full_rates.cost_nano_dollars(usage)

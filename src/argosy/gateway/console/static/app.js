@@ -20,6 +20,8 @@ const SCREENS = [
   { id: "learn", title: "Learn", group: "Use", isShown: always },
   { id: "models", title: "Models and replicas", group: "Run", isShown: () => may("viewer", "gateway") },
   { id: "routing", title: "Routing", group: "Run", isShown: () => may("viewer", "gateway") },
+  { id: "flags", title: "Flags and caches", group: "Run", isShown: () => may("viewer", "gateway") },
+  { id: "prompts", title: "Prompts", group: "Run", isShown: () => may("viewer") },
   { id: "tenants", title: "Tenants and keys", group: "Run", isShown: () => may("viewer") },
   { id: "settings", title: "Settings and doctor", group: "Run", isShown: () => may("viewer", "gateway") },
 ];
