@@ -347,7 +347,7 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     The record has the most that it can have had, or the gateway's count.
     """
     findings: str = ""
-    """What its content rule has found, without any text: `SIDE DETECTOR ACTION COUNT`, joined by `; `.
+    """Matches of its content rule, without any text: `SIDE DETECTOR ACTION COUNT`, joined by `; `.
 
     Those that were found most often come first. The rest is left out.
     """
