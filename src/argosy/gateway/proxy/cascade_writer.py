@@ -145,28 +145,28 @@ class CascadeWriter(WrappingWriter):
             return not self.reason
         if config.sure_mean_logprob is not None and mean >= config.sure_mean_logprob:
             return True
-        grade, failure = None, ""
+        grade, failure = None, "no number in its answer"
         try:
             grade = await self._grade(config)
         except (ApiError, TimeoutError, *MALFORMED_EVENT_ERRORS) as error:
             failure = error.code if isinstance(error, ApiError) else type(error).__name__
-            log.warning("judge_failed", model=config.model, reason=failure)
         if grade is None:
+            log.warning("judge_failed", model=config.model, reason=failure)
             is_good = config.on_failure == "keep"
             found = f"{config.model} gave no grade ({failure})"
         else:
             is_good = grade >= config.min_grade
             found = f"{config.model} grades it {grade:g} of {config.min_grade:g}"
         self.reason = "" if is_good else found
-        verdict = {"model": config.model, "grade": grade, "failure": failure}
+        verdict = {"model": config.model, "grade": grade}
         self._context.record_verdict(
             self._context.trace.routing[-1]["cascade"]
             | {"judge": verdict, "escalated": not is_good, "reason": found}
         )
         return is_good
 
-    async def _grade(self, config: JudgeConfig) -> float:
-        """Return the judge's grade of the answer. Raises ApiError, TimeoutError, or ValueError and such without one."""
+    async def _grade(self, config: JudgeConfig) -> float | None:
+        """Return the judge's grade of the answer; None if it has none. Raises ApiError, TimeoutError, or ValueError."""
         sample = self._context.fields.sample_prompt()
         prompt = build_judge_prompt("" if sample is None else sample.text, "".join(self._texts))
         body = {
@@ -176,10 +176,7 @@ class CascadeWriter(WrappingWriter):
             "temperature": 0,
         }
         answer = await self._caller.call(self._context, CHAT, _encode(body), config.timeout_s)
-        grade = parse_grade(_decode(answer)["choices"][0]["message"]["content"])
-        if grade is None:
-            raise ValueError
-        return grade
+        return parse_grade(_decode(answer)["choices"][0]["message"]["content"])
 
     @property
     def _mean_logprob(self) -> float:

@@ -25,7 +25,7 @@ function listColumns(open, reload) {
   return [
     { key: "id", label: "Flag", value: (row) => row.id, cell: (row) => html`<${Name} value=${row.id} />` },
     { key: "state", label: "State", value: (row) => row.flag.state, cell: (row) => (row.problem ? html`<span title=${visible(row.problem)}><${Pill} kind="bad">as declared<//></span>`
-      : html`<${Pill} kind=${row.flag.state === "ENABLED" ? "ok" : "none"}>${row.flag.state === "ENABLED" ? "on" : "off"}<//>`) },
+      : html`<${Pill} kind=${row.flag.state === "ENABLED" ? "ok" : "none"}>${row.flag.state.toLowerCase()}<//>`) },
     { key: "default", label: "Others get", value: (row) => row.flag.defaultVariant },
     { key: "rules", label: "Rules", value: (row) => describeRules(row.flag.targeting), cell: (row) => html`<span title=${describeRules(row.flag.targeting)}>${describeRules(row.flag.targeting)}</span>` },
     { key: "read_by", label: "Read by", value: (row) => row.read_by.join(", "), cell: (row) => (row.read_by.length ? visible(row.read_by.join(", ")) : html`<${Pill} kind="warn">nothing<//>`) },
