@@ -1,7 +1,7 @@
 """Sleep: seconds and bytes by level, and many models in the memory of a few under mixed load.
 
 python -m benchmarks.sleep levels --shape qwen2-0.5b
-python -m benchmarks.sleep swaps --models 6 --awake 2 --seconds 600
+python -m benchmarks.sleep swaps --models 6 --awake 2 --seconds 600 [--model qwen2-0.5b --rate 0.15]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import gc
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 from argosy.models import BUNDLED_MODEL
 from argosy.policy.residency import MIN_IDLE_RELOADS, MIN_RELOAD_S
-from benchmarks.checkpoints import make_checkpoint
+from benchmarks.checkpoints import SHAPES, make_checkpoint
 from benchmarks.server_process import RunningServer, run_server
 
 ANSWER_MARGIN_S = 1.0
@@ -33,6 +34,7 @@ PATTERNS = ("uniform", "zipf", "bursts")
 BURST_S = 10.0
 PROMPT_TOKENS = 512
 KV_TOKENS = 8192
+_HAS_TEXT = re.compile(r'^data:.*"text":"[^"]')
 
 
 def measure_levels(shape: str) -> Iterator[dict[str, Any]]:
@@ -212,16 +214,15 @@ class _Load:
         started_at, first_s, is_done = time.monotonic(), None, False
         body = {
             "model": name,
-            "messages": [{"role": "user", "content": f"Tell me about {self._draw.random()}"}],
+            "prompt": f"Tell me about {self._draw.random()}",
             "max_tokens": self._draw.choice([8, 32, 64]),
+            "ignore_eos": True,
             "stream": True,
         }
         try:
-            async with self._server.client.stream(
-                "POST", "/v1/chat/completions", json=body
-            ) as response:
+            async with self._server.client.stream("POST", "/v1/completions", json=body) as response:
                 async for line in response.aiter_lines():
-                    if first_s is None and line.startswith("data:") and '"content":"' in line:
+                    if first_s is None and _HAS_TEXT.search(line):
                         first_s = time.monotonic() - started_at
                     is_done |= line == "data: [DONE]"
         except Exception as error:  # noqa: BLE001 - any is a lost request
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--awake", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
-    parser.add_argument("--model", default="argosy-mini")
+    parser.add_argument(
+        "--model", default="argosy-mini", help="a model, or a shape to fill with random weights"
+    )
     options = parser.parse_args()
     if options.what == "levels":
         for row in measure_levels(options.shape):
@@ -255,7 +258,10 @@ def main() -> None:
 
 
 async def _print_swaps(options: argparse.Namespace) -> None:
-    rows = run_swaps(options.models, options.awake, options.seconds, options.rate, options.model)
+    model = options.model
+    if model in SHAPES:
+        model = str(make_checkpoint(model, Path(tempfile.gettempdir()) / "argosy-bench"))
+    rows = run_swaps(options.models, options.awake, options.seconds, options.rate, model)
     async for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

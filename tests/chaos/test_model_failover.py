@@ -1,4 +1,4 @@
-"""A replica of a tiny model is killed: streams resume with the same bytes, and end with an error if it is not exact."""
+"""A replica of a model is killed: streams resume with the same bytes, and end with an error if it is not exact."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from tempfile import TemporaryDirectory
 
 import httpx2
 import pytest
+from tests.engine.adapter_files import write_adapter
 from tests.engine.generic_cases import GENERIC_FAMILIES
 from tests.engine.test_families import FAMILIES
 from tests.engine.test_families import MODELS as ARCHITECTURES
 from tests.engine.transformers_reference import make_reference
+from tests.support.adapter_folders import adapter_source
 from tests.support.gateway_client import COMPLETION, StreamResult, gateway
-from tests.support.replica_process import ReplicaProcess
+from tests.support.replica_process import MODEL, ReplicaProcess
 
-from argosy.deployment import ReplicaConfig
+from argosy.deployment import AdapterConfig, ReplicaConfig
 from argosy.folders import cache_folder
 from argosy.gateway import GatewayServer
 from argosy.models import BUNDLED_MODEL
@@ -37,30 +39,31 @@ MODELS = {
 
 @contextlib.asynccontextmanager
 async def run_pair(
-    model: Path,
+    *options: str, name: str = "model", adapters: tuple[AdapterConfig, ...] = ()
 ) -> AsyncIterator[tuple[list[ReplicaProcess], GatewayServer, httpx2.AsyncClient]]:
-    """Run two replicas of a model, and a gateway in front of them."""
+    """Run two replicas with these options, which serve the model `name`, and a gateway in front of them."""
     with TemporaryDirectory() as folder:  # the path of pytest's folder may be too long for a socket
-        pair = [ReplicaProcess(Path(folder) / f"{n}.sock", (str(model),)) for n in range(2)]
+        pair = [ReplicaProcess(Path(folder) / f"{n}.sock", options) for n in range(2)]
         try:
             for replica in pair:
                 await replica.start()
             await asyncio.gather(*(replica.wait_ready() for replica in pair))
             configs = [
-                ReplicaConfig(url=f"unix:{replica.socket}", model="model") for replica in pair
+                ReplicaConfig(url=f"unix:{replica.socket}", model=name, kind="argosy")
+                for replica in pair
             ]
-            async with gateway(*configs) as (running, client):
+            async with gateway(*configs, adapters=adapters) as (running, client):
                 yield pair, running, client
         finally:
             await asyncio.gather(*(replica.kill() for replica in pair))
 
 
 async def read_stream(
-    client: httpx2.AsyncClient, number: int, started: asyncio.Event
+    client: httpx2.AsyncClient, number: int, model: str, started: asyncio.Event
 ) -> StreamResult:
     """Read a sampled stream. Set the event when it has text."""
     sampling = {"temperature": 0.9, "seed": number, "max_tokens": 250, "ignore_eos": True}
-    body = {"model": "big", "stream": True, "prompt": f"Story {number}: once upon a time"}
+    body = {"model": model, "stream": True, "prompt": f"Story {number}: once upon a time"}
     received = StreamResult()
     async with client.stream("POST", COMPLETION, json=body | sampling) as response:
         assert response.status_code == 200
@@ -73,15 +76,18 @@ async def read_stream(
 
 
 async def read_streams(
-    running: GatewayServer, client: httpx2.AsyncClient, killed: ReplicaProcess | None = None
+    running: GatewayServer,
+    client: httpx2.AsyncClient,
+    killed: ReplicaProcess | None = None,
+    models: tuple[str, ...] = ("big",),
 ) -> list[StreamResult]:
-    """Read streams of both replicas. Kill one, the gateway's first, when all have started."""
-    started = [asyncio.Event() for _ in range(STREAMS)]
+    """Read streams of both replicas for each model. Kill one, the gateway's first, when all have started."""
+    started = [(model, asyncio.Event()) for model in models for _ in range(STREAMS)]
     streams = [
-        asyncio.create_task(read_stream(client, number, event))
-        for number, event in enumerate(started)
+        asyncio.create_task(read_stream(client, number % STREAMS, model, event))
+        for number, (model, event) in enumerate(started)
     ]
-    await asyncio.gather(*(event.wait() for event in started))
+    await asyncio.gather(*(event.wait() for _, event in started))
     if killed is not None:
         assert all(replica.load.in_flight for replica in running.replicas)
         await killed.kill()
@@ -118,7 +124,7 @@ async def test_streams_resume_only_if_the_model_is_exact(
     make_reference(model, family, options | sizes, model=ARCHITECTURES.get(family, ""))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / file, model)
-    async with run_pair(model) as (pair, running, client):
+    async with run_pair(str(model)) as (pair, running, client):
         expected = await read_streams(running, client)
         assert all(result.is_complete and len(result.text) > 250 for result in expected)
         resumed = await read_streams(running, client, killed=pair[0])
@@ -140,3 +146,26 @@ async def test_streams_resume_only_if_the_model_is_exact(
                 assert not result.done_count
                 assert [error["code"] for error in result.errors] == ["upstream_failed"]
                 assert "not exact" in result.errors[0]["message"]
+
+
+@pytest.mark.exhaustive
+async def test_streams_with_an_int8_cache_and_adapters_resume(tmp_path: Path) -> None:
+    """Both replicas stream for the base model, an adapter and one with DoRA in the same batch."""
+    names = {"big": "", "tuned": "", "dora": ""}
+    for seed, name in enumerate(("tuned", "dora")):
+        folder = write_adapter(tmp_path / name, BUNDLED_MODEL, seed=seed, use_dora=name == "dora")
+        names[name] = adapter_source(folder).digest
+    adapters = tuple(
+        AdapterConfig(name=name, source=digest, min_replicas=2)
+        for name, digest in names.items()
+        if digest
+    )
+    options = ("--kv-dtype", "int8", "--enable-lora", "--adapter-root", str(tmp_path))
+    async with run_pair(*options, name=MODEL, adapters=adapters) as (pair, running, client):
+        models = tuple(names)
+        expected = await read_streams(running, client, models=models)
+        resumed = await read_streams(running, client, killed=pair[0], models=models)
+    texts = [result.text for result in expected]
+    assert len({*texts}) == len(texts)
+    assert [result.text for result in resumed] == texts
+    assert all(result.is_complete for result in [*expected, *resumed])

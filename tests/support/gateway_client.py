@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from argosy.deployment import (
+    AdapterConfig,
     AuthConfig,
     GatewayConfig,
     ModelConfig,
@@ -94,9 +95,12 @@ async def gateway(
     client_timeout_s: float | None = 30.0,
     store: StoreConfig | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008 - immutable
+    adapters: tuple[AdapterConfig, ...] = (),
 ) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
     """Run a gateway that sends requests to the replicas in turn, with a client."""
-    model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
+    model = ModelConfig(
+        name="big", routing="round-robin", replicas=list(replicas), adapters=adapters
+    )
     config = GatewayConfig(port=0, models=[model], timeouts=timeouts, store=store, auth=auth)
     async with run_gateway_server(config, client_timeout_s=client_timeout_s) as (server, client):
         yield server, client
