@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -277,15 +278,30 @@ def register_modules(modules: Iterable[str], base: str, *, store: str | None) ->
 
 
 def _find_digest(source: str, name: str) -> str:
-    """Return the digest of a version, and store a directory's files. Raises ValueError if there is none."""
+    """Return the digest of a version, and store a directory's files. Raises ValueError if it is missing or unusable."""
     from argosy.model_store import open_model_store, pull_model
 
     if _DIGEST.fullmatch(source):
         return source
-    store = open_model_store()
-    if Path(source).expanduser().is_dir():
+    store, folder = open_model_store(), Path(source).expanduser()
+    if folder.is_dir():
+        _check_files(folder)
         return pull_model(store, source, name=name).digest
-    return store.find(source).digest
+    digest = store.find(source).digest
+    _check_files(store.model_folder(digest))
+    return digest
+
+
+def _check_files(folder: Path) -> None:
+    """Check the files of an adapter, if an engine is installed here. Raises ValueError if none could load them."""
+    if find_spec("torch") is None:
+        return
+    from argosy.engine import read_adapter
+
+    try:
+        read_adapter(folder, ())
+    except ValueError as error:
+        raise ValueError(f"the adapter {folder} cannot be used: {error}") from error
 
 
 def _find_adapter(store: Store, reference: str, organisation: str | None) -> Adapter:

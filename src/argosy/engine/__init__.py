@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
     from argosy.engine.engine_config import DEFAULT_KV_MEMORY_FRACTION, EngineConfig
     from argosy.engine.engine_request import AdapterSource, EngineRequest
+    from argosy.engine.execution.adapters.peft_reader import read_adapter
     from argosy.engine.execution.architectures.pooling import read_pooling_layout
     from argosy.engine.execution.checkpoint_formats.checkpoint import (
         resolve_model_path,
@@ -71,6 +72,7 @@ __all__ = [
     "prebuild_kernels",
     "prebuild_token_index",
     "quantize_model",
+    "read_adapter",
     "read_any_architecture",
     "read_pooling_layout",
     "resolve_model_path",
@@ -105,6 +107,7 @@ _MODULE_BY_NAME = {
     "find_stored_integers": "execution.loading.model_selection",
     "prebuild_kernels": "execution.kernels.cpu.native_kernels",
     "prebuild_token_index": "execution.drafting.token_index",
+    "read_adapter": "execution.adapters.peft_reader",
     "read_any_architecture": "execution.loading.model_selection",
     "read_pooling_layout": "execution.architectures.pooling",
     "weight_files": "execution.checkpoint_formats.checkpoint",
