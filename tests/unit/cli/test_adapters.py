@@ -32,14 +32,14 @@ def test_modules_are_registered_and_a_new_version_replaces_the_old_one(
 
 
 @pytest.mark.parametrize(
-    ("options", "has_pickle", "problem"),
+    ("bias", "has_pickle", "problem"),
     [
-        ({"bias": "all"}, False, "bias is 'all'"),
-        ({}, True, "there is no file adapter_model.safetensors"),
+        ("all", False, "bias is 'all'"),
+        ("none", True, "there is no file adapter_model.safetensors"),
     ],
 )
 def test_files_that_no_replica_can_load_are_not_registered(
-    options: dict[str, object],
+    bias: str,
     has_pickle: bool,
     problem: str,
     tmp_path: Path,
@@ -47,7 +47,7 @@ def test_files_that_no_replica_can_load_are_not_registered(
 ) -> None:
     monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
     store = f"sqlite:///{tmp_path / 'store.db'}"
-    folder = write_adapter(tmp_path / "bad", BUNDLED_MODEL, ["q_proj"], **options)
+    folder = write_adapter(tmp_path / "bad", BUNDLED_MODEL, ["q_proj"], bias=bias)
     if has_pickle:
         (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     arguments = ["adapters", "add", "bad", str(folder), "--base", "chat", "--store", store]
