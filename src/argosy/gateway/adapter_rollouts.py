@@ -20,6 +20,7 @@ from argosy.gateway.rollout_messages import OutcomeQuery
 from argosy.gateway.version_comparison import AdapterMeter, publish_versions
 from argosy.policy.rollout import (
     MIN_SAMPLES,
+    SHADOW_FRACTION,
     SHARE_STEPS,
     Baseline,
     Comparison,
@@ -40,6 +41,8 @@ CHECK_INTERVAL_S = 2.0
 MAX_REASON_LENGTH = 500
 SETTINGS = GateSettings(max_miss_rate=0.05)
 """At most 5 % of the requests of a candidate may fail."""
+NUM_STEPS = 1 + len(SHARE_STEPS)
+"""Steps that are measured: that with copies of requests is number 0, and the others have the number of their share."""
 ACTOR = "adapter rollout"
 """Author of the changes in the audit log."""
 
@@ -72,12 +75,15 @@ def describe_rollout(adapter: Adapter, verdict: GateVerdict | None) -> str:
     """Return the state of a rollout in one sentence, as far as the store knows it. Empty if there never was one."""
     if adapter.candidate is None:
         return f"rolled back: {adapter.rejection}" if adapter.rejected else ""
+    is_compared = verdict is not None and verdict.step is not None
     state = f"{adapter.candidate_percent} % of the users"
     if adapter.step_s is None:
         state += ", by hand"
     elif not adapter.candidate_percent:
         state = "loading, and measuring the version that answers"
-    return f"{state}: {verdict.reason}" if verdict is not None and verdict.step else state
+        if is_compared:
+            state = "answering copies of requests"
+    return f"{state}: {verdict.reason}" if verdict is not None and is_compared else state
 
 
 class AdapterRollouts:
@@ -141,7 +147,7 @@ class AdapterRollouts:
             gate.verdict(now),
             adapter.rollout,
             0.0 if step is None else now - step.opened_at,
-            "" if percent else self._find_blocker(adapter, evidence, now),
+            "" if percent or step is not None else self._find_blocker(adapter, evidence, now),
         )
         failure = self._keeper.find_failure(adapter.candidate or "")
         if not percent and failure is not None and failure.is_final:
@@ -164,18 +170,22 @@ class AdapterRollouts:
         outcomes, evidence = self._meter.measure(adapter), _decode(adapter, document)
         has_changed = evidence is None
         if evidence is None:
-            started = RolloutGate.start(adapter.rollout, SETTINGS, len(SHARE_STEPS)).record
+            started = RolloutGate.start(adapter.rollout, SETTINGS, NUM_STEPS).record
             evidence = AdapterEvidence(rollout=adapter.rollout, started_at=now, gate=started)
         gate = RolloutGate(evidence.gate)
-        if percent:
+        is_compared = bool(percent) or (
+            adapter.step_s is not None
+            and (gate.record.step is not None or not self._find_blocker(adapter, evidence, now))
+        )
+        if is_compared:
             if gate.record.step is None:
                 baseline, rates = await run_in_daemon_thread(freeze_history, outcomes.history)
                 gate.record.baseline_miss_rate = baseline.miss_rate
                 evidence = msgspec.structs.replace(evidence, baseline=baseline, rates=rates)
             if gate.record.step is None or gate.record.step.index != percent:
-                gate.open_step(percent, percent / 100, now)
+                gate.open_step(percent, percent / 100 or SHADOW_FRACTION, now)
                 has_changed = True
-        comparison = _build_comparison(adapter, evidence) if percent else None
+        comparison = _build_comparison(adapter, evidence) if is_compared else None
         outcomes.apply(publish_versions(adapter, comparison), now)
         outcomes.score_running(time.monotonic())
         outcomes.take_batch(now)
@@ -196,7 +206,7 @@ class AdapterRollouts:
         return evidence
 
     def _find_blocker(self, adapter: Adapter, evidence: AdapterEvidence, now: float) -> str:
-        """Return why a candidate cannot answer yet; empty if it can."""
+        """Return why a candidate cannot answer copies of requests yet; empty if it can."""
         if not self._models.count_loaded(adapter.base_model, adapter.candidate or ""):
             return "no replica has loaded it yet"
         samples = len(self._meter.measure(adapter).history)
@@ -246,8 +256,8 @@ def _build_comparison(adapter: Adapter, evidence: AdapterEvidence) -> Comparison
         rollout=adapter.rollout,
         candidate=adapter.candidate or "",
         step=percent,
-        share=percent / 100,
-        num_gate_starts=len(SHARE_STEPS),
+        share=percent / 100 or SHADOW_FRACTION,
+        num_gate_starts=NUM_STEPS,
         settings=SETTINGS,
         baseline=evidence.baseline,
         rates=evidence.rates,

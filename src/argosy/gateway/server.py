@@ -415,7 +415,8 @@ class GatewayServer:
         self._parts.append(GatewayPart(tasks=[keeper.run]))
         if self._account_sync is None:
             return None
-        accounting, meter = self._account_sync.accounting, AdapterMeter(self._gateway_id)
+        accounting = self._account_sync.accounting
+        meter = AdapterMeter(self._gateway_id, self._metrics)
         rollouts = AdapterRollouts(
             accounting.store.adapters,
             self._models,

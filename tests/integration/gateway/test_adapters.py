@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 from argosy.policy.rollout import GateSettings
 
-FIRST, SECOND, THIRD = (f"sha256:{digit * 64}" for digit in "123")
+FIRST, SECOND, THIRD, FOURTH = (f"sha256:{digit * 64}" for digit in "1234")
 BODY: Json = {"model": "support", "prompt": "Say", "max_tokens": 2}
 ADAPTER_ROOT = "/adapters"
 
@@ -178,7 +178,10 @@ async def test_versions_change_and_end_as_their_operator_decides(gateway: Adapte
 async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A good version answers all at the end, and a broken one is rolled back and not tried again."""
+    """A good version answers all at the end, and a broken one is rolled back and not tried again.
+
+    One without a share answers copies only, so that no user sees it.
+    """
     rollouts = "argosy.gateway.adapter_rollouts"
     monkeypatch.setattr(f"{rollouts}.CHECK_INTERVAL_S", 0.02)
     monkeypatch.setattr("argosy.gateway.adapter_keeper.CHECK_INTERVAL_S", 0.02)
@@ -187,16 +190,20 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
     monkeypatch.setattr("argosy.policy.rollout.share_steps.SHARE_STEPS", (50,))
     settings = GateSettings(max_miss_rate=0.3, max_false_rollbacks=0.2)
     monkeypatch.setattr(f"{rollouts}.SETTINGS", settings)
+    monkeypatch.setattr(f"{rollouts}.SHADOW_FRACTION", 0.9)
+    meter = "argosy.gateway.version_comparison.adapter_meter"
+    monkeypatch.setattr(f"{meter}.MAX_COPIES_PER_S", 1000.0)
+    statuses = set[int]()
 
-    async def lack_third(request: UpstreamRequest) -> None:
-        if request.body["model"] == THIRD:
+    async def lack_latest(request: UpstreamRequest) -> None:
+        if request.body["model"] in {THIRD, FOURTH}:
             request.send_json(404, {"error": {"message": "The model does not exist."}})
         else:
             await name_adapter(request)
 
-    replica = {"kind": "vllm", "adapter_root": ADAPTER_ROOT}
+    replica = {"kind": "vllm", "adapter_root": ADAPTER_ROOT, "max_requests": 64}
     async with run_admin_gateway(
-        tmp_path, script=lack_third, replica_settings=replica, replica_names=["a"]
+        tmp_path, script=lack_latest, replica_settings=replica, replica_names=["a"]
     ) as running:
         gateway = AdapterGateway(running)
         _, user, operator = await gateway.admin.add_tenant()
@@ -213,7 +220,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
                 adapter: Json = listed.json()["data"][0]
                 if adapter["candidate"] == digest:
                     return adapter
-                await asyncio.gather(
+                answers = await asyncio.gather(
                     *(
                         gateway.client.post(
                             "/v1/completions", json=BODY | {"user": unique_name()}, headers=user
@@ -221,6 +228,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
                         for _ in range(10)
                     )
                 )
+                statuses.update(answer.status_code for answer in answers)
             raise AssertionError(adapter)
 
         added = (await add(SECOND, {"step_s": 1})).json()
@@ -228,6 +236,12 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
         assert added["rollout_status"] == "loading, and measuring the version that answers"
         answering = await ask_until(None)
         assert answering.items() >= {"digest": SECOND, "rejected": None}.items()
+        await add(FOURTH, {"step_s": 600})
+        kept = await ask_until(None)
+        assert kept.items() >= {"digest": SECOND, "rejected": FOURTH}.items()
+        assert statuses == {200}
+        metrics = (await gateway.client.get("/metrics", headers=running.root_headers)).text
+        assert 'argosy_shadow_requests_total{model="big",outcome="completed"}' in metrics
         await add(THIRD, {"candidate_percent": 50})
         kept = await ask_until(None)
         assert kept.items() >= {"digest": SECOND, "rejected": THIRD}.items()
@@ -237,7 +251,7 @@ async def test_a_candidate_is_rolled_out_while_it_is_no_worse(
         entries = running.store.audit_log.list_entries(subject=kept["id"])
         decided = [each for each in entries if each.actor == "adapter rollout"]
         assert [each.action.removeprefix("adapter.") for each in decided] == [
-            *("roll_back", "promote", "raise_share"),
+            *("roll_back", "roll_back", "promote", "raise_share"),
         ]
         assert "errors is worse" in str(decided[0].details)
 

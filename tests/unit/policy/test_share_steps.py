@@ -26,7 +26,9 @@ class Case(NamedTuple):
     "case",
     [
         Case(0, 60.0, WAIT, None, 0.0, "not loaded", ShareAction.WAIT, 0),
-        Case(0, 60.0, WAIT, None, 0.0, "", ShareAction.RAISE, 5),
+        Case(0, 60.0, PROMOTE, 0, 59.0, "", ShareAction.WAIT, 0),
+        Case(0, 60.0, WAIT, 0, 60.0, "", ShareAction.RAISE, 5),
+        Case(0, 60.0, WORSE, 0, 1.0, "", ShareAction.ROLL_BACK, 0),
         Case(0, None, WAIT, None, 999.0, "", ShareAction.WAIT, 0),
         Case(5, 60.0, PROMOTE, 5, 59.0, "", ShareAction.WAIT, 5),
         Case(5, 60.0, WAIT, 5, 999.0, "", ShareAction.WAIT, 5),

@@ -515,15 +515,16 @@ class ModelRouter:
                 f"{served} now. Its operator can add a version that was made for this one, or remove base_digest."
             )
             raise ApiError(409, "other_base_model", message, param="model")
-        version, reason, prefers_candidate = adapter, "", False
+        version, reason, is_randomised = adapter, "", False
         subject = find_subject(principal, headers, fields, request_id)
         if adapter.candidate is not None:
             prefers_candidate = _prefers_candidate(principal, headers)
             version = select_version(adapter, subject, prefers_candidate=prefers_candidate)
+            is_randomised = adapter.candidate_percent > 0 and not prefers_candidate
             is_candidate = version is not adapter
             reason = f"adapter {version.digest}: {'candidate' if is_candidate else 'stable'}"
         assigned = AssignedVersion(
-            version.digest, not prefers_candidate, sticky_key(subject, per_session_tenants=())
+            version.digest, is_randomised, sticky_key(subject, per_session_tenants=())
         )
         return RouteTarget(pool, reason=reason, version=assigned, adapter=version)
 

@@ -161,8 +161,10 @@ class CompletionHandlers:
         self.call_for_summary = ModelCaller(partial(self._handle_internal, SUMMARY_ROUTE)).call
         """Sends a request for the summary of a part of a conversation."""
         self._shadow_traffic: ShadowTraffic | None = None
-        if outcomes is not None:
-            self._shadow_traffic = ShadowTraffic(outcomes, self._execute_copy, time.monotonic)
+        if outcomes is not None or adapter_meter is not None:
+            self._shadow_traffic = ShadowTraffic(
+                outcomes, adapter_meter, self._execute_copy, time.monotonic
+            )
         self._max_request_s = config.timeouts.request_timeout_s or math.inf
         self._clock = time.monotonic
         queue = config.queue

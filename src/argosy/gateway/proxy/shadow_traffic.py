@@ -11,14 +11,16 @@ import structlog
 
 from argosy.gateway.pool import Pool
 from argosy.gateway.principal import TIERS, Principal
+from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
 from argosy.gateway.proxy.constraint_check import find_unsupporting_replicas
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import RequestTrace
-from argosy.gateway.version_comparison import OutcomeMeter
+from argosy.gateway.version_comparison import AdapterMeter, OutcomeMeter
 from argosy.http_server import ResponseTransport
 from argosy.policy.rollout import Arm
 from argosy.policy.traffic import ShadowCopy, ShadowSampler
 from argosy.protocol import ApiError
+from argosy.store import Adapter
 
 MAX_RUNNING_COPIES = 64
 """Copies that one gateway runs at a time. Further requests are not copied."""
@@ -28,10 +30,11 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 class _Shadow(msgspec.Struct, eq=False):
-    """Copies for one version of one model, while its route declares them."""
+    """Copies for one version of one model or adapter, while its route declares them."""
 
     declared: ShadowCopy
     model: str
+    meter: OutcomeMeter | AdapterMeter
     sampler: ShadowSampler
     dropped: int = 0
     """Sampled requests that were not copied, because the version had no free slot."""
@@ -56,12 +59,15 @@ class _Shadow(msgspec.Struct, eq=False):
 class _Answers(msgspec.Struct, eq=False):
     """Token ids by choice of a request without random sampling and of its copy; None until they are known."""
 
+    meter: OutcomeMeter | AdapterMeter
     original: dict[int, list[int]] | None = None
     copy: dict[int, list[int]] | None = None
 
 
 class ShadowTraffic:
-    """Copies requests of the stable versions as the routes declare. Not thread-safe: use it from one event loop.
+    """Copies requests of the stable versions as the routes declare, and of adapters before a candidate has a share.
+
+    Not thread-safe: use it from one event loop.
 
     A copy passes no filter, so that it is neither limited nor billed, and has no explanation. It is queued in the
     lowest tier of its version's pool, and dropped if requests wait there already.
@@ -69,22 +75,25 @@ class ShadowTraffic:
 
     def __init__(
         self,
-        outcomes: OutcomeMeter,
+        outcomes: OutcomeMeter | None,
+        adapter_meter: AdapterMeter | None,
         execute: Callable[[RequestContext], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
         """Create the component.
 
         Args:
-            outcomes: Measures originals and copies.
+            outcomes: Measures originals and copies of models; None outside of fleets.
+            adapter_meter: Measures those of adapters; None without a store.
             execute: Runs an admitted request. Raises ApiError if it fails.
             clock: Returns monotonic seconds.
         """
         self._outcomes = outcomes
+        self._adapter_meter = adapter_meter
         self._execute = execute
         self._clock = clock
-        self._shadows: dict[Pool, _Shadow] = {}
-        """By pool of the stable version."""
+        self._shadows: dict[Pool | str, _Shadow] = {}
+        """By pool of the stable version, or by id of the adapter."""
         self._answers: dict[RequestContext, _Answers] = {}
         """Answers to compare, by original request."""
 
@@ -95,32 +104,38 @@ class ShadowTraffic:
 
     def copy(self, original: RequestContext) -> None:
         """Start a copy of a request that was admitted, if the route of its pool declares that and there is room."""
-        stable, version = original.pool, original.assigned_version
-        declared = _find_declared(stable)
-        if declared is None or version is None or version.digest != stable.version:
+        stable, version, adapter = original.pool, original.assigned_version, original.adapter
+        source = stable if adapter is None else adapter.id
+        meter = self._outcomes if adapter is None else self._adapter_meter
+        declared = self._find_declared(source)
+        if declared is None or meter is None or version is None:
             return
-        pool = _find_pool(stable, declared)
-        if pool is None:
+        if adapter is None:
+            is_stable, pool = version.digest == stable.version, _find_pool(stable, declared)
+        else:  # both versions are served by the same replicas
+            is_stable, pool = version.digest != declared.digest, stable
+            adapter = msgspec.structs.replace(adapter, digest=declared.digest)
+        if not is_stable or pool is None:
             return
-        shadow = self._shadows.get(stable)
+        shadow = self._shadows.get(source)
         if shadow is None or shadow.declared != declared:
-            self._end(stable)
-            shadow = self._shadows[stable] = _Shadow(declared, stable.model, ShadowSampler())
+            self._end(source)
+            shadow = self._shadows[source] = _Shadow(declared, stable.model, meter, ShadowSampler())
         now, sampler = self._clock(), shadow.sampler
         num_capped = sampler.num_capped
         if not sampler.should_copy(declared, original.response_id, now):
             if sampler.num_capped > num_capped:
-                self._outcomes.record_copy(stable.model, "capped")
+                meter.record_copy(stable.model, "capped")
             return
-        if self.num_running >= MAX_RUNNING_COPIES or not _has_room(pool, now):
+        if self.num_running >= MAX_RUNNING_COPIES or not _has_room(pool, original, now):
             shadow.dropped += 1
-            self._outcomes.record_copy(stable.model, "dropped")
+            meter.record_copy(stable.model, "dropped")
             return
-        self._outcomes.count(original, Arm.STABLE, version.key)
+        meter.count(original, Arm.STABLE, version.key)
         answers = None
         if _is_deterministic(original):
-            answers = self._answers[original] = _Answers()
-        copy = _build_copy(original, pool, now)
+            answers = self._answers[original] = _Answers(meter)
+        copy = _build_copy(original, pool, adapter, now)
         task = asyncio.create_task(self._run(copy, shadow, version.key, answers))
         shadow.tasks.add(task)
         task.add_done_callback(shadow.tasks.discard)
@@ -130,21 +145,27 @@ class ShadowTraffic:
         answers = self._answers.pop(original, None)
         if answers is not None:
             answers.original = _read_answer(original)
-            self._compare(original.pool.model, answers)
+            _compare(original.pool.model, answers)
 
     def cancel_outdated(self) -> None:
         """Cancel the copies for versions that their routes do not declare any more. Call it every second."""
-        for stable, shadow in tuple(self._shadows.items()):
-            if _find_declared(stable) != shadow.declared:
-                self._end(stable)
+        for source, shadow in tuple(self._shadows.items()):
+            if self._find_declared(source) != shadow.declared:
+                self._end(source)
 
     def close(self) -> None:
         """Cancel all copies."""
-        for stable in tuple(self._shadows):
-            self._end(stable)
+        for source in tuple(self._shadows):
+            self._end(source)
 
-    def _end(self, stable: Pool) -> None:
-        shadow = self._shadows.pop(stable, None)
+    def _find_declared(self, source: Pool | str) -> ShadowCopy | None:
+        """Return which copies are declared. None too if a pool is not that of the stable version any more."""
+        if isinstance(source, str):
+            return None if self._adapter_meter is None else self._adapter_meter.find_copies(source)
+        return None if source.versions is None else source.versions.route.shadow
+
+    def _end(self, source: Pool | str) -> None:
+        shadow = self._shadows.pop(source, None)
         if shadow is not None:
             shadow.end()
 
@@ -155,13 +176,15 @@ class ShadowTraffic:
         key: tuple[str, str],
         answers: _Answers | None,
     ) -> None:
-        model = copy.pool.model
-        self._outcomes.count(copy, Arm.CANDIDATE, key)
+        model, meter = copy.pool.model, shadow.meter
+        meter.count(copy, Arm.CANDIDATE, key)
         try:
             if copy.api.generates:
                 copy.unsuitable_replicas = find_unsupporting_replicas(
                     copy.pool, copy.fields, copy.api.path
                 )
+            if copy.adapter is not None:
+                copy.unsuitable_replicas |= find_replicas_without_adapters(copy.pool)
             await self._execute(copy)
         except ApiError as error:
             copy.record_error(error)
@@ -170,23 +193,18 @@ class ShadowTraffic:
         finally:
             if shadow.has_ended:
                 copy.status = "cancelled"
-            self._outcomes.on_request_ended(copy)
-            self._outcomes.record_copy(model, copy.status)
+            meter.on_request_ended(copy)
+            meter.record_copy(model, copy.status)
             copy.error = None  # a reference cycle, since its traceback refers to this frame
         if answers is not None:
             answers.copy = _read_answer(copy)
-            self._compare(model, answers)
-
-    def _compare(self, model: str, answers: _Answers) -> None:
-        """Compare two answers once both are known and complete."""
-        if answers.original and answers.copy:
-            self._outcomes.record_answers(model, are_equal=answers.original == answers.copy)
+            _compare(model, answers)
 
 
-def _find_declared(stable: Pool) -> ShadowCopy | None:
-    """Return which copies the route of a model declares. None too if this pool is not the stable version any more."""
-    versions = stable.versions
-    return None if versions is None else versions.route.shadow
+def _compare(model: str, answers: _Answers) -> None:
+    """Compare two answers once both are known and complete."""
+    if answers.original and answers.copy:
+        answers.meter.record_answers(model, are_equal=answers.original == answers.copy)
 
 
 def _find_pool(stable: Pool, declared: ShadowCopy) -> Pool | None:
@@ -195,13 +213,16 @@ def _find_pool(stable: Pool, declared: ShadowCopy) -> Pool | None:
     return None if versions is None else versions.pools.get(declared.digest)
 
 
-def _has_room(pool: Pool, now: float) -> bool:
-    """Whether no request waits at a pool, and a slot is free. A pool that has failed as a whole fails each copy."""
+def _has_room(pool: Pool, original: RequestContext, now: float) -> bool:
+    """Whether no other request waits at a pool, and a slot is free. A failed pool fails each copy."""
+    waiting = pool.queued_requests - (pool is original.pool)  # which is sent next
     is_free = bool(pool.replicas_with_free_slots(_LOWEST_TIER, now))
-    return not pool.queued_requests and (is_free or pool.has_failed(now))
+    return waiting <= 0 and (is_free or pool.has_failed(now))
 
 
-def _build_copy(original: RequestContext, pool: Pool, now: float) -> RequestContext:
+def _build_copy(
+    original: RequestContext, pool: Pool, adapter: Adapter | None, now: float
+) -> RequestContext:
     exchange = original.exchange.detach(ResponseTransport(), dropped_headers=(b"x-request-id",))
     return RequestContext(
         exchange,
@@ -212,6 +233,7 @@ def _build_copy(original: RequestContext, pool: Pool, now: float) -> RequestCont
         # Of no tenant, so that no share of the replica's time is charged to one.
         Principal(tier=_LOWEST_TIER, cache_domain=original.principal.cache_domain),
         tier=_LOWEST_TIER,
+        adapter=adapter,
         deadline=original.deadline,
         trace=RequestTrace(arrived_at=now, parsed_at=now),
         started_at=time.time(),

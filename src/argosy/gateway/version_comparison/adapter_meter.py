@@ -9,14 +9,17 @@ from collections.abc import Collection
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.rollout_messages import PublishedVersions
 from argosy.gateway.version_comparison.outcome_meter import ModelOutcomes
-from argosy.policy.rollout import Comparison
-from argosy.policy.traffic import PoolRoute
+from argosy.policy.rollout import Arm, Comparison
+from argosy.policy.traffic import PoolRoute, ShadowCopy
 from argosy.store import Adapter
+from argosy.telemetry import GatewayMetrics
 
 MAX_MEASURED_ADAPTERS = 200
 """Adapters whose recent requests are kept, those of the latest requests."""
 MAX_HISTORY = 400
 """Requests that are kept of each."""
+MAX_COPIES_PER_S = 1.0
+"""Copies for the candidate of one adapter, which its tenant adds and does not pay for."""
 
 
 class AdapterMeter:
@@ -24,10 +27,12 @@ class AdapterMeter:
 
     Args:
         gateway_id: Id of the gateway's process.
+        metrics: Counts copies and compared answers.
     """
 
-    def __init__(self, gateway_id: str) -> None:
+    def __init__(self, gateway_id: str, metrics: GatewayMetrics) -> None:
         self.gateway_id = gateway_id
+        self._metrics = metrics
         self._outcomes: OrderedDict[str, ModelOutcomes] = OrderedDict()
         """Measurements by id of the adapter."""
 
@@ -36,6 +41,38 @@ class AdapterMeter:
         adapter, version = context.adapter, context.assigned_version
         if adapter is not None and version is not None:
             self.measure(adapter).on_admitted(context, version, time.monotonic())
+
+    def find_copies(self, adapter: str) -> ShadowCopy | None:
+        """Return which requests for an adapter are copied to its candidate. None if it has a share, or there is none.
+
+        Args:
+            adapter: Id of the adapter.
+        """
+        outcomes = self._outcomes.get(adapter)
+        comparison = None if outcomes is None else outcomes.comparison
+        if comparison is None or comparison.step:
+            return None
+        return ShadowCopy(
+            pool=adapter,
+            digest=comparison.candidate,
+            fraction=comparison.share,
+            max_requests_per_s=MAX_COPIES_PER_S,
+            salt=comparison.rollout,
+        )
+
+    def count(self, context: RequestContext, arm: Arm, key: tuple[str, str]) -> None:
+        """Count a request that is copied, or its copy."""
+        outcomes = None if context.adapter is None else self._outcomes.get(context.adapter.id)
+        if outcomes is not None:
+            outcomes.count(context, arm, key, time.monotonic())
+
+    def record_copy(self, model: str, outcome: str) -> None:
+        """Count a request that was selected to be copied: the status of its copy, `capped` or `dropped`."""
+        self._metrics.shadow_requests.add((model, outcome))
+
+    def record_answers(self, model: str, *, are_equal: bool) -> None:
+        """Count the comparison of the answers to a request without random sampling and to its copy."""
+        self._metrics.shadow_answers.add((model, "true" if are_equal else "false"))
 
     def on_request_ended(self, context: RequestContext) -> None:
         """Record the end of a request, before its output is forgotten."""

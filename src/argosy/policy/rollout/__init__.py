@@ -52,6 +52,7 @@ from argosy.policy.rollout.rollout_record import (
     Transition,
 )
 from argosy.policy.rollout.share_steps import (
+    SHADOW_FRACTION,
     SHARE_STEPS,
     ShareAction,
     ShareDecision,

@@ -9,6 +9,8 @@ from argosy.policy.rollout.gate import GateResult, GateVerdict
 
 SHARE_STEPS = (5, 25, 50, 100)
 """Shares of the candidate in percent. After the last step it is the stable version."""
+SHADOW_FRACTION = 0.1
+"""Part of the requests that is copied to the candidate before it has a share."""
 
 
 class ShareAction(enum.StrEnum):
@@ -45,21 +47,23 @@ def decide_share(
         step_s: Shortest time of a step. None if a person sets the share, so that it is only rolled back.
         verdict: Verdict of the gate.
         rollout: Id of the comparison.
-        elapsed_s: Time since the share was set.
-        blocker: Why the candidate cannot answer any user yet. Empty if it can.
+        elapsed_s: Time since the share was set, or since the first copies of requests.
+        blocker: Why the candidate cannot answer copies yet. Empty if it can.
     """
     if verdict.rejects(rollout):
         return ShareDecision(ShareAction.ROLL_BACK, verdict.reason)
     if step_s is None:
         reason = "a person sets its share" + (f"; {verdict.reason}" if percent else "")
         return ShareDecision(ShareAction.WAIT, reason, percent)
-    if not percent:
-        if blocker:
-            return ShareDecision(ShareAction.WAIT, blocker)
-        return ShareDecision(ShareAction.RAISE, "it is loaded", SHARE_STEPS[0])
+    if blocker:
+        return ShareDecision(ShareAction.WAIT, blocker, percent)
     if elapsed_s < step_s:
         reason = f"the step lasts {step_s - elapsed_s:.0f} s longer"
         return ShareDecision(ShareAction.WAIT, reason, percent)
+    if not percent:  # an adapter with few requests has no copies to wait for
+        return ShareDecision(
+            ShareAction.RAISE, "no copy of a request speaks against it", SHARE_STEPS[0]
+        )
     if verdict.result is not GateResult.PROMOTE or verdict.step != percent:
         return ShareDecision(ShareAction.WAIT, verdict.reason, percent)
     following = next((step for step in SHARE_STEPS if step > percent), None)
