@@ -1,6 +1,7 @@
 """Measure the quality of quantized weights: perplexity, and greedy agreement with bfloat16. Prints JSON lines.
 
-    python -m benchmarks.quality [--tokens 20000] [--shape llama-160m] [--recipes]
+    python -m benchmarks.quality [--tokens 20000] [--shape llama-160m]
+    python -m benchmarks.quality --recipes [--methods gptq]
 
 The bundled model runs on generated text of a seed that it was not trained on. A model with random weights runs on
 random tokens. There only the agreement is meaningful, as a lower bound, since no token has a high probability. Both
@@ -138,9 +139,11 @@ def main() -> None:
     parser.add_argument(
         "--recipes", action="store_true", help="compare the recipes and methods of argosy quantize"
     )
+    methods = get_args(RoundingMethod)
+    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     options = parser.parse_args()
     if options.recipes:
-        for recipe, method in itertools.product(get_args(RecipeName), get_args(RoundingMethod)):
+        for recipe, method in itertools.product(get_args(RecipeName), options.methods):
             print(json.dumps(quantize(recipe, method)), flush=True)
         return
     compare("argosy-mini", BUNDLED_MODEL, held_out(options.tokens))

@@ -49,23 +49,30 @@ def make_request(name: str, source: AdapterSource | None, **changes: object) -> 
     return msgspec.structs.replace(request, **changes)
 
 
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def kv_dtype(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def core() -> Iterator[EngineCore]:
-    core = make_core()
+def core(kv_dtype: str) -> Iterator[EngineCore]:
+    core = make_core(kv_dtype=kv_dtype)
     yield core
     core.close()
 
 
 @pytest.fixture(scope="module")
 def expected(
-    core: EngineCore, sources: dict[str, AdapterSource | None]
+    core: EngineCore, sources: dict[str, AdapterSource | None], kv_dtype: str
 ) -> dict[str, RequestOutput]:
     """Output of each adapter alone, with that of a core without adapters for none."""
     outputs: dict[str, RequestOutput] = {}
     for name in ("a", "b", "dora"):
         core.reset_prefix_cache()
         outputs |= run_requests(core, [make_request(name, sources[name])])
-    outputs |= run_requests(create_core(BUNDLED_MODEL), [make_request("none", None)])
+    base = create_core(BUNDLED_MODEL, kv_dtype=kv_dtype)
+    outputs |= run_requests(base, [make_request("none", None)])
     assert len({tuple(output.tokens) for output in outputs.values()}) == 4
     return outputs
 
@@ -92,10 +99,10 @@ def test_tokens_do_not_depend_on_batch_and_broken_adapter_ends_alone(
 
 
 def test_chunks_of_an_adapters_prompt_run_beside_other_rows(
-    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput], kv_dtype: str
 ) -> None:
     """In some steps no row with an adapter has logits."""
-    core = make_core(max_step_tokens=16)
+    core = make_core(max_step_tokens=16, kv_dtype=kv_dtype)
     outputs = run_requests(core, [make_request(name, sources[name]) for name in ("none", "a")])
     for name, output in outputs.items():
         assert_equal(output, expected[name])
@@ -117,9 +124,9 @@ def test_prefix_hits_follow_content_and_keep_tokens(
 
 
 def test_resumed_and_preempted_requests_keep_tokens(
-    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput], kv_dtype: str
 ) -> None:
-    core = make_core(num_blocks=13)
+    core = make_core(num_blocks=13, kv_dtype=kv_dtype)
     core.scheduler.output_estimator.fraction = 0.0  # so that sequences are preempted
     requests = [
         make_request(name, sources[name], resumed_tokens=expected[name].tokens[:resumed])
@@ -135,9 +142,9 @@ def test_resumed_and_preempted_requests_keep_tokens(
 
 @pytest.mark.usefixtures("all_drafts")
 def test_drafts_are_verified_with_the_adapter_of_their_row(
-    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput], kv_dtype: str
 ) -> None:
-    core = make_core(warmup=True)
+    core = make_core(warmup=True, kv_dtype=kv_dtype)
     assert core.speculation is not None
     drafts = {name: output.tokens for name, output in expected.items()}
     core.speculation.drafters = [ScriptedDrafter("mixed", drafts, core.info.vocab_size)]
@@ -150,10 +157,10 @@ def test_drafts_are_verified_with_the_adapter_of_their_row(
 
 
 def test_evicted_adapters_are_loaded_again(
-    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput], kv_dtype: str
 ) -> None:
     largest = max(source.size_bytes for source in sources.values() if source is not None)
-    core = make_core(adapter_memory_bytes=largest)
+    core = make_core(adapter_memory_bytes=largest, kv_dtype=kv_dtype)
     for number, name in enumerate("abab"):
         grammar = JSON_GRAMMAR if number == 1 else ""
         params = msgspec.structs.replace(PARAMS, grammar=grammar)
@@ -223,9 +230,9 @@ def check_memory(folder: str) -> None:
 
 
 def test_sleep_frees_adapters_and_requests_load_them_again(
-    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput]
+    sources: dict[str, AdapterSource | None], expected: dict[str, RequestOutput], kv_dtype: str
 ) -> None:
-    core = make_core(warmup=True, max_model_len=256)
+    core = make_core(warmup=True, max_model_len=256, kv_dtype=kv_dtype)
     for level in (0, 1, 2):
         if level:
             core.set_sleep_level(level)

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import pytest
+from tests.engine.test_quantize import quantize, write_text
 from tests.support.cutting_proxy import StreamCutter, cutting_proxy
 from tests.support.gateway_client import (
     CHAT,
@@ -25,8 +26,12 @@ from tests.support.gateway_client import (
 from tests.support.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, run_vllm_servers
 from tests.support.waiting import until
 
+from argosy import LLM, SamplingParams
 from argosy.deployment import ReplicaConfig, Timeouts
+from argosy.engine import EngineConfig
 from argosy.gateway import GatewayServer
+from argosy.model_store import RecipeName
+from argosy.models import BUNDLED_MODEL
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
@@ -280,3 +285,32 @@ async def test_higher_priority_runs_first_in_vllm() -> None:
                 await until(lambda: len(started_numbers) >= 4 and only.load.in_flight == 16)
                 tasks.create_task(send_numbered(client, 16, 0))
     assert started_numbers.index(16) < 12, "without priority scheduling it would be the last"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", get_args(RecipeName))
+async def test_vllm_computes_with_a_quantized_model(recipe: str, tmp_path: Path) -> None:
+    """Its log-probabilities of a text are close to those of Argosy's engine with the same files."""
+    model, text = tmp_path / "model", "Once upon a time a small boat could not find the sea."
+    calibration = write_text(tmp_path / "text.jsonl")
+    status, printed = quantize(BUNDLED_MODEL, model, calibration, "--recipe", recipe)
+    assert status in {0, 3}, printed  # of random words it is the quality that does not matter here
+    params = SamplingParams(temperature=0.0, max_tokens=16, prompt_logprobs=0)
+    with LLM(EngineConfig(model=str(model), dtype="bfloat16")) as engine:
+        (own,) = engine.generate([text], params)
+    assert own.prompt_logprobs is not None
+    own_loss = -sum(token.logprob for token in own.prompt_logprobs) / len(own.prompt_logprobs)
+    body = {"model": "mini", "prompt": text, "prompt_logprobs": 0, "temperature": 0}
+    with TemporaryDirectory() as folder:
+        server = VllmServer(Path(folder) / "v.sock", model=model)
+        with run_vllm_servers(server):
+            transport = httpx2.AsyncHTTPTransport(uds=str(server.socket))
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://vllm", timeout=120
+            ) as client:
+                (choice,) = (await client.post(COMPLETION, json=body)).json()["choices"]
+    found = [next(iter(each.values()))["logprob"] for each in choice["prompt_logprobs"] if each]
+    loss = -sum(found) / len(found)
+    assert len(found) == len(own.prompt_logprobs)
+    assert loss == pytest.approx(own_loss, abs=0.1)
+    assert choice["text"].split()

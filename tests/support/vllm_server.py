@@ -1,4 +1,4 @@
-"""vLLM server with the bundled model, if its CPU build is installed."""
+"""vLLM server with the bundled model or another one, if its CPU build is installed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class VllmServer:
 
     socket: Path
     options: tuple[str, ...] = ()
+    model: Path = BUNDLED_MODEL
     environment: dict[str, str] = field(default_factory=lambda: ENVIRONMENT)
     process: subprocess.Popen[bytes] = field(init=False)
 
@@ -49,7 +50,7 @@ class VllmServer:
 
     def command(self) -> list[str | Path]:
         return [
-            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED_MODEL),
+            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
             *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
             *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
             *("--uvicorn-log-level", "warning", *self.options),
