@@ -33,8 +33,8 @@ class VllmServer:
 
     socket: Path
     options: tuple[str, ...] = ()
-    model: Path = BUNDLED_MODEL
     environment: dict[str, str] = field(default_factory=lambda: ENVIRONMENT)
+    model: Path = BUNDLED_MODEL
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
