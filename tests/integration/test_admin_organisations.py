@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import httpx2
 import pytest
@@ -28,7 +29,7 @@ from argosy.lessons import LESSONS
 from argosy.store import Role, RoleScope
 
 ROLES: tuple[Role, ...] = ("user", "viewer", "operator", "admin")
-BodyBuilder = Callable[[ResourceIds], Json]
+BodyBuilder = Callable[[ResourceIds], Any]
 
 
 def no_fields(ids: ResourceIds) -> Json:
@@ -233,6 +234,17 @@ CASES: dict[str, EndpointCase] = {
         f"{command}_rollout": OperatorCase(body=rollout_fields)
         for command in ("pause", "resume", "promote", "abort")
     },
+    "list_incidents": EndpointCase("viewer", "gateway"),
+    # There are none, which is the answer to callers who may see and change them.
+    "get_incident": EndpointCase("viewer", "gateway", id_kind="prompt", success_status=404),
+    "draft_postmortem": EndpointCase("viewer", "gateway", id_kind="prompt", success_status=404),
+    "open_incident": OperatorCase(body=lambda _: {"title": unique_name()}),
+    "close_incident": OperatorCase(body=lambda _: {"incident": 999_999}, success_status=404),
+    "comment_incident": OperatorCase(
+        body=lambda _: {"incident": 999_999, "text": "disk"}, success_status=404
+    ),
+    "get_drift": EndpointCase("viewer", "gateway"),
+    "post_alerts": OperatorCase(body=lambda _: [{"labels": {"alertname": unique_name()}}]),
     "get_openapi_document": OwnCase(),
     **{f"run_{lesson.name.replace('-', '_')}_lesson": OwnCase() for lesson in LESSONS},
 }

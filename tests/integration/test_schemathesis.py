@@ -241,7 +241,7 @@ async def test_gateway_conforms_to_its_openapi_document(
         head = await client.head("/openapi.json", timeout=5)
     assert (head.status_code, head.content) == (200, b"")
     ids = [*SHARED.split(), *DIALECTS.split(), "replicaMetrics"]
-    ids += ["load_lora_adapter", "unload_lora_adapter"]
+    ids += ["load_lora_adapter", "post_alerts", "unload_lora_adapter"]
     assert explorer.operation_ids() == {*ids}
     paths = explorer.document["paths"]
     assert admin["paths"].items() <= paths.items()

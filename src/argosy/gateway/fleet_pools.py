@@ -42,6 +42,7 @@ from argosy.gateway.rollout_messages import OutcomeQuery, OutcomeReport, Publish
 from argosy.gateway.upstream import UpstreamError
 from argosy.http_server import ANY_METHOD, HttpExchange, TlsConfig
 from argosy.policy import ReplicaStatus
+from argosy.policy.detection import CellMinute
 from argosy.policy.traffic import FeatureFlag, PoolRoute
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, ErrorBody, parse_body, parse_request_body
@@ -49,6 +50,7 @@ from argosy.store import GatewayRecord
 
 POOLS_PATH = "/peer/pools"
 OUTCOMES_PATH = "/peer/outcomes"
+CELLS_PATH = "/peer/cells"
 PUBLISH_TIMEOUT_S = 5.0
 MAX_CONTROLLER_SILENCE_S = 15.0
 """Time without a request of the controller from which its replica counts are not exposed any more."""
@@ -113,6 +115,13 @@ class RoutedReplica(msgspec.Struct, frozen=True):
     replica: str
     status: ReplicaStatus
     reason: str = ""
+
+
+class CellsQuery(msgspec.Struct, frozen=True):
+    """Question of the controller for counted requests."""
+
+    after: int
+    """Start of the last minute that it has, in seconds since the epoch."""
 
 
 class OtherFleetError(RuntimeError):
@@ -265,6 +274,7 @@ class FleetPoolsHandler:
         secret: str,
         read_demand: Callable[[], DemandReport],
         build_report: Callable[[OutcomeQuery], OutcomeReport],
+        read_cells: Callable[[int], Sequence[CellMinute]],
         list_watched_logs: Callable[[], Sequence[str]],
     ) -> list[HttpRoute]:
         """Return the routes for requests that are signed with `secret`.
@@ -294,7 +304,13 @@ class FleetPoolsHandler:
             self._controller_seen_at = time.monotonic()
             await exchange.send_response(200, msgspec.json.encode(report))
 
+        async def handle_cells(exchange: HttpExchange, principal: Principal) -> None:
+            del principal  # the signature authenticates the controller
+            after = parse_body(CellsQuery, await read_body(exchange)).after
+            await exchange.send_response(200, msgspec.json.encode(read_cells(after)))
+
         return [
+            HttpRoute("POST", CELLS_PATH, handle_cells, is_public=True),
             HttpRoute(ANY_METHOD, POOLS_PATH, handle_pools, is_public=True),
             HttpRoute("POST", OUTCOMES_PATH, handle_outcomes, is_public=True),
         ]
@@ -400,6 +416,11 @@ class GatewayPoolsClient:
         """
         body = msgspec.json.encode(query)
         return await self._send(gateway, "POST", OUTCOMES_PATH, body, OutcomeReport)
+
+    async def read_cells(self, gateway: GatewayRecord, after: int) -> list[CellMinute]:
+        """Return the minutes of requests that a gateway has counted after a time. Raises as `publish`."""
+        body = msgspec.json.encode(CellsQuery(after))
+        return await self._send(gateway, "POST", CELLS_PATH, body, list[CellMinute])
 
     async def _send(
         self, gateway: GatewayRecord, method: str, path: str, body: bytes, answer_type: type[T]

@@ -23,8 +23,12 @@ from argosy.alerting import (
     AlertAdmin,
     AlertLoop,
     AlertRecords,
+    AlertSource,
+    IncidentKeeper,
     MachineAlerts,
     OrderBook,
+    ReceivedAlerts,
+    TrafficWatch,
     read_alerts,
 )
 from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig
@@ -96,6 +100,7 @@ from argosy.http_server import (
     tune_gc,
 )
 from argosy.native import NativeUnavailableError
+from argosy.policy.detection import CellMinute
 from argosy.process import handle_signals, raise_file_limit
 from argosy.store import (
     AccountSnapshot,
@@ -174,6 +179,8 @@ class GatewayServer:
         self._loop_monitor = LoopMonitor()
         self._truncation = TruncationFilter()
         self._series = SeriesCollector(config, self._models) if config.series.enabled else None
+        self._cells_read_until = 0
+        """Start of the last minute of which this process has watched the traffic."""
         self._exporter: SpanExporter | None = None
         if config.tracing is not None:
             self._exporter = SpanExporter(config.tracing, self._gateway_id, self._metrics)
@@ -389,6 +396,16 @@ class GatewayServer:
         descriptors_per_client = 2 if fast_path is None else 4
         await self._listen(app, background, listen_sockets, tasks, descriptors_per_client)
 
+    def _read_cells(self, after: int) -> list[CellMinute]:
+        return [] if self._series is None else self._series.recorder.cells.read(after)
+
+    async def _read_new_cells(self) -> list[CellMinute]:
+        minutes = self._read_cells(self._cells_read_until)
+        self._cells_read_until = max(
+            (each.start for each in minutes), default=self._cells_read_until
+        )
+        return minutes
+
     def _add_alerting(self, store: Store | None) -> AlertAdmin:
         """Add the part that evaluates alerts, unless a controller does. Returns what operators use."""
         fleets = None if store is None else store.fleets
@@ -402,7 +419,18 @@ class GatewayServer:
                 state_folder(),
                 lambda: None if tls is None else Path(tls.certificate),
             )
-            sources = [GatewayAlerts(lambda: self._models.pools).read, machine.read]
+            watch = TrafficWatch(self._read_new_cells, fleets, fleet)
+            sources: list[AlertSource] = [
+                GatewayAlerts(lambda: self._models.pools).read,
+                machine.read,
+                watch.read,
+            ]
+            if store is not None:
+                sources.append(ReceivedAlerts(store.fleets, fleet).read)
+                control = self._fleet_control
+                events = None if control is None else (control.store, control.name)
+                keeper = IncidentKeeper(records, store, fleet, watch, events=events)
+                self._parts.append(GatewayPart(tasks=[keeper.run]))
             loop = AlertLoop(records, orders, sources, lambda: self._config.alerting)
             self._parts.append(GatewayPart(tasks=[loop.run]))
         if fleets is None:
@@ -508,6 +536,7 @@ class GatewayServer:
                 secret,
                 generation.read_demand,
                 self._outcomes.build_report,
+                self._read_cells,
                 tuple if logs is None else logs.list_watched,
             )
         if series_queries is not None:

@@ -9,11 +9,12 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from argosy.series.frame import SeriesFrame
 from argosy.series.log_histogram import LogHistogram, merge_encoded
+from argosy.series.request_cells import RequestCells
+from argosy.series.request_sample import RequestSample
 from argosy.series.schema import (
     FLEET_SCOPE,
     REQUEST_COUNTERS,
@@ -164,25 +165,6 @@ class MinuteRow(NamedTuple):
     step: Step
 
 
-class RequestSample(msgspec.Struct, gc=False):
-    """Ended request, as the series count it."""
-
-    model: str
-    tenant: str
-    replica: str
-    """Name of the last replica; empty if the request was never sent to one."""
-    outcome: str
-    """`completed`, or the counter in which it counts as well: `refused`, `limited`, `failed` or `cancelled`."""
-    duration_s: float
-    ttft_s: float | None
-    queue_s: float | None
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    """Output tokens that were not recorded with `record_output` while the request ran."""
-    cost_nano_dollars: int
-
-
 class _Counts:
     """Counters and histograms of one scope since its step began.
 
@@ -253,6 +235,8 @@ class SeriesRecorder:
         self._tenants = defaultdict[str, _Counts](_new_tenant_counts)
         self.last_second = 0
         """Last complete second, in seconds since the epoch; 0 before the first one."""
+        self.cells = RequestCells()
+        """Counts of each minute, for the detection of changes."""
 
     # --- recording ------------------------------------------------------------------------------
 
@@ -272,6 +256,7 @@ class SeriesRecorder:
         self._tenants[sample.tenant].add_request(sample)
         if sample.replica:
             self._replicas[sample.replica].add_request(sample)
+        self.cells.record(sample)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -291,6 +276,8 @@ class SeriesRecorder:
         last, self.last_second = self.last_second or second - 1, second
         models, self._models = self._models, defaultdict(_new_model_counts)
         replicas, self._replicas = self._replicas, defaultdict(_Counts)
+        if minutes := _step_ends(last, second, MINUTE_S):
+            self.cells.close_minute(minutes[-1] - MINUTE_S)
         yield None
         if second - last <= MAX_LATE_S:  # the event loop was busy, and the process ran
             for missed in range(last + 1, second):

@@ -198,7 +198,9 @@ def test_every_command_is_recorded_with_author_force_and_reason(
         name
         for name, command in commands.items()
         if any(each.name == "reason" for each in command.params)
-        and not name.startswith(("alerts ", "flags ", "replicas "))  # send it to a gateway
+        and not name.startswith(
+            ("alerts ", "flags ", "incidents ", "replicas ")
+        )  # send it to a gateway
     }
     assert with_reason == set(DECISIONS)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

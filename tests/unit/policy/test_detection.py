@@ -13,15 +13,16 @@ import pytest
 from argosy.policy.detection import (
     CellKey,
     ChangeDetector,
+    MonitorState,
     PastChange,
     SeasonalBaseline,
+    StreamDeviation,
     TrafficCell,
     TrafficMonitor,
     beta_binomial_factor,
     rank_changes,
     rank_slices,
 )
-from argosy.policy.detection.traffic_monitor import MonitorState, StreamDeviation
 from argosy.policy.scaled_number import to_float
 
 DAY_S, HOUR_S, STEP_S = 86_400, 3600, 300

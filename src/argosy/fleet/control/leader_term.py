@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from argosy.alerting import AlertLoop, AlertRecords, MachineAlerts, OrderBook
+from argosy.alerting import (
+    AlertLoop,
+    AlertRecords,
+    IncidentKeeper,
+    MachineAlerts,
+    OrderBook,
+    ReceivedAlerts,
+    TrafficWatch,
+)
 from argosy.controller_keeper import LOG_NAME
 from argosy.deployment import (
     GATEWAY_POOL,
@@ -27,6 +35,7 @@ from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.environment import read_capacity
 from argosy.fleet.control.fleet_alerts import FleetAlerts
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
+from argosy.fleet.control.fleet_incidents import FleetTraffic, read_pool_versions, roll_back
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
@@ -107,7 +116,8 @@ class LeaderTerm:
         self._run_in_background(self._publisher.run())
         self._run_in_background(self._rollouts.run())
         self._run_in_background(self._logs.run())
-        self._run_in_background(self._build_alert_loop(lease).run())
+        for work in self._build_alerting(lease):
+            self._run_in_background(work)
         journal = self._journal
         while True:
             journal.wake.clear()
@@ -326,20 +336,37 @@ class LeaderTerm:
         if deleted:
             log.info("fleet_events_deleted", fleet=self._context.fleet, count=deleted)
 
-    def _build_alert_loop(self, lease: FleetLease) -> AlertLoop:
-        store, fleet = self._context.store.fleets, self._context.fleet
-        fleet_alerts = FleetAlerts(self._journal, lambda: self._declared)
-        machine = MachineAlerts(
-            self._context.store.gateways, self._context.folder, self._find_certificate
+    def _build_alerting(self, lease: FleetLease) -> list[Coroutine[Any, Any, None]]:
+        """Return the evaluation of alerts, and the upkeep of incidents."""
+        store, fleet, clock = self._context.store, self._context.fleet, self._context.clock
+        fleets = store.fleets
+        alerts = AlertRecords(fleets, fleet, lease.holder, is_leader=True)
+        watch = TrafficWatch(FleetTraffic(self._publisher).read, fleets, fleet)
+        incidents = IncidentKeeper(
+            alerts,
+            store,
+            fleet,
+            watch,
+            events=(fleets, fleet),
+            read_versions=partial(read_pool_versions, fleets, fleet),
+            roll_back=partial(roll_back, fleets, fleet),
+            clock=clock,
         )
-        return AlertLoop(
-            AlertRecords(store, fleet, lease.holder, is_leader=True),
-            OrderBook(store, fleet, self._context.clock),
-            [fleet_alerts.read, machine.read],
+        sources = [
+            FleetAlerts(self._journal, lambda: self._declared).read,
+            MachineAlerts(store.gateways, self._context.folder, self._find_certificate).read,
+            watch.read,
+            ReceivedAlerts(fleets, fleet).read,
+        ]
+        loop = AlertLoop(
+            alerts,
+            OrderBook(fleets, fleet, clock),
+            sources,
             self._read_alerting,
             on_changed=self._record_alerts,
-            clock=self._context.clock,
+            clock=clock,
         )
+        return [loop.run(), incidents.run()]
 
     def _read_alerting(self) -> AlertingConfig:
         return AlertingConfig() if self._declared is None else self._declared.config.alerting

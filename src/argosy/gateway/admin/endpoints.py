@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
-from argosy.alerting import AlertAdmin
+from argosy.alerting import STANDALONE_FLEET, AlertAdmin, IncidentRecords
 from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCHEMA, is_page
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
@@ -30,6 +30,7 @@ from argosy.store import (
     AuditLog,
     ChangeCheck,
     Flags,
+    FleetStore,
     Ledger,
     LimitsAndPrices,
     Prompts,
@@ -199,6 +200,21 @@ class AdminScope:
     def stored_bytes(self) -> StoredBytes:
         """The bytes that tenants store. The caller may see the tenants that it names."""
         return self._store.stored_bytes
+
+    @property
+    def fleet_store(self) -> FleetStore:
+        """Records of the fleet, or of gateways without one, whose name is `fleet_name`."""
+        return self._store.fleets
+
+    @property
+    def fleet_name(self) -> str:
+        """Name under which the records are."""
+        return self.config.fleet or STANDALONE_FLEET
+
+    @property
+    def incidents(self) -> IncidentRecords:
+        """Incidents of the fleet."""
+        return IncidentRecords(self.fleet_store, self.fleet_name)
 
     @property
     def audit_log(self) -> AuditLog:

@@ -201,6 +201,9 @@ class TelemetryFilter:
                 cached_tokens=usage.cached_tokens,
                 output_tokens=usage.output_tokens - context.series_tokens,
                 cost_nano_dollars=context.bill.nano_dollars,
+                total_output_tokens=usage.output_tokens,
+                version=trace.version,
+                finish_reason=trace.finish_reasons.get(0, ""),
             )
             self._series.record_request(sample)
         if trace.pauses:

@@ -8,6 +8,7 @@ happened before.
 """
 
 from argosy.policy.detection.attribution import (
+    WINDOW_S,
     PastChange,
     RankedChange,
     Slice,
@@ -16,7 +17,7 @@ from argosy.policy.detection.attribution import (
 )
 from argosy.policy.detection.baseline import SeasonalBaseline, hour_of_week
 from argosy.policy.detection.detector import ChangeDetector, beta_binomial_factor
-from argosy.policy.detection.traffic_cell import EVENTS, CellKey, EventKind, TrafficCell
+from argosy.policy.detection.traffic_cell import EVENTS, CellKey, CellMinute, EventKind, TrafficCell
 from argosy.policy.detection.traffic_monitor import (
     MonitorState,
     StreamDeviation,

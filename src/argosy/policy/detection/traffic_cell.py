@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -54,6 +54,14 @@ class TrafficCell(msgspec.Struct, array_like=True):
 
 
 _COUNTERS = tuple(name for name in TrafficCell.__struct_fields__ if name != "histograms")
+
+
+class CellMinute(msgspec.Struct, frozen=True, array_like=True):
+    """Complete minute of one gateway."""
+
+    start: int
+    """Seconds since the epoch."""
+    cells: Sequence[tuple[CellKey, TrafficCell]]
 
 
 class EventKind(NamedTuple):

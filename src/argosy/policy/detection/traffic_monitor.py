@@ -229,6 +229,31 @@ class TrafficMonitor:
         found.sort(key=lambda each: (-each.low / each.expected, each.model, each.tenant))
         return found
 
+    def learning_models(self) -> list[str]:
+        """Return the models whose baseline is not known yet."""
+        return sorted(
+            each.key.model
+            for each in self._streams.values()
+            if each.thresholds is None and not each.key.is_of_tenant
+        )
+
+    def count_since(
+        self, model: str, onset: float
+    ) -> tuple[int, int, dict[tuple[str, str], Counts]]:
+        """Return requests and failures since an onset, and both by dimension and value. All models count for ""."""
+        total: dict[tuple[str, str], Counts] = {}
+        for start, counts in [*self._history, (self._step_start, self._count_slices(self._step))]:
+            if start + STEP_S <= onset:
+                continue
+            for (of_model, dimension, value), packed in counts.items():
+                if model in {"", of_model}:
+                    known = total.get((dimension, value), (0, 0))
+                    total[dimension, value] = (known[0] + packed[0], known[1] + packed[1])
+        failed, requests = _total(
+            [(0, 0), *(each for key, each in total.items() if key[0] == "replica")]
+        )
+        return requests, failed, total
+
     def slices(self, model: str, event: str, onset: float) -> list[Slice]:
         """Return where the excess of an event since its onset is."""
         index = next(index for index, kind in enumerate(EVENTS) if kind.name == event)
@@ -251,21 +276,9 @@ class TrafficMonitor:
         cells, self._step = self._step, {}
         at = self._step_start
         merged: dict[CellKey, TrafficCell] = {}
-        slices: defaultdict[tuple[str, str, str], TrafficCell] = defaultdict(_new_cell)
         for key, cell in cells.items():
             whole = CellKey(model=key.model, tenant=key.tenant)
             merged.setdefault(whole, _new_cell()).add(cell)
-            dimensions = (
-                [("tenant", key.tenant)]
-                if key.is_of_tenant
-                else [
-                    ("replica", key.replica),
-                    ("version", key.version),
-                    ("prompt", str(key.uncached_bucket)),
-                ]
-            )
-            for dimension, value in dimensions:
-                slices[key.model, dimension, value].add(cell)
         for whole, cell in merged.items():
             stream = self._streams.get(whole)
             if stream is None:
@@ -273,16 +286,22 @@ class TrafficMonitor:
                     continue
                 stream = self._streams[whole] = StreamState(key=whole, since=at)
             self._count_step(stream, at, cell)
-        if slices:
-            self._history.append(
-                (
-                    at,
-                    {
-                        key: _pack(cell, self._model_thresholds(key[0]))
-                        for key, cell in slices.items()
-                    },
-                )
-            )
+        if cells:
+            self._history.append((at, self._count_slices(cells)))
+
+    def _count_slices(
+        self, cells: Mapping[CellKey, TrafficCell]
+    ) -> dict[tuple[str, str, str], array[int]]:
+        """Return the counts of all events by model, dimension and value."""
+        slices: defaultdict[tuple[str, str, str], TrafficCell] = defaultdict(_new_cell)
+        for key, cell in cells.items():
+            if key.is_of_tenant:
+                slices[key.model, "tenant", key.tenant].add(cell)
+                continue
+            slices[key.model, "replica", key.replica].add(cell)
+            slices[key.model, "version", key.version].add(cell)
+            slices[key.model, "prompt", str(key.uncached_bucket)].add(cell)
+        return {key: _pack(cell, self._model_thresholds(key[0])) for key, cell in slices.items()}
 
     def _count_step(self, stream: StreamState, at: float, cell: TrafficCell) -> None:
         stream.requests += cell.requests
