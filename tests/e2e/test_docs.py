@@ -195,6 +195,7 @@ argosy gateway --config gateway.yaml 2> gateway.log &
 timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done'
 """,
     "back-up-and-restore.md": f"{QUESTIONS}export ARGOSY_STORE=sqlite:////var/lib/argosy/argosy.db\n{USED_FLEET}",
+    "costs.md": ANY_ACCOUNTS,
     "long-streams.md": REQUEST,
     "models.md": ANY_ACCOUNTS,
     "rotate-keys.md": ANY_ACCOUNTS,

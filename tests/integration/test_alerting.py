@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import write_migrated_file
+from tests.support.usage_rows import usage_row
 
-from argosy.alerting import AlertLoop, AlertRecords, OrderBook, read_alerts
+from argosy.alerting import AlertLoop, AlertRecords, BudgetAlerts, OrderBook, read_alerts
 from argosy.deployment import AlertingConfig
 from argosy.policy.alerting import Alert, AlertCondition
 from argosy.settings import convert_settings
@@ -468,3 +469,29 @@ async def test_silence_and_test_notice_are_orders_in_the_store(store: Store) -> 
     assert ("user:ann", "alert.silence") in actions
     assert ("user:ann", "alert.unsilence") in actions
     assert ("user:ann", "alert.test") in actions
+
+
+async def test_budgets_are_conditions_at_each_step(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alert of a step ends when the next one is reached, and all end with the period."""
+    monkeypatch.setattr("argosy.alerting.budget_alerts.READ_INTERVAL_S", 0.0)
+    organisation = store.accounts.create_organisation("secret name", actor="test")
+    owner = {"organisation": organisation.id, "ended_at": START}
+    store.limits_and_prices.set_limit(
+        "organisation", organisation.id, "nano_dollars", 1000, window="day", actor="test"
+    )
+    source = BudgetAlerts(store.ledger, store.limits_and_prices)
+
+    async def read_firing(now: float) -> list[AlertCondition]:
+        return [each for each in await source.read(now) if each.is_firing]
+
+    reached = []
+    for number, cost in enumerate((499, 1, 300, 200)):
+        store.ledger.add_records([usage_row(f"r{number}", **owner, nano_dollars=cost)])
+        reached.append([each.labels["percent"] for each in await read_firing(START + 9 * 3600)])
+    assert reached == [[], ["50"], ["80"], ["100"]]
+    (last,) = await read_firing(START + 9 * 3600)
+    assert "secret name" not in f"{last}"
+    assert "refused" in last.description
+    assert await read_firing(START + 24 * 3600) == []

@@ -423,6 +423,7 @@ def test_usage_is_reported_by_name_and_exported(store: Store, tmp_path: Path) ->
         "model,key,requests,input_tokens,cached_tokens,output_tokens,nano_dollars",
         f"big,{key['id']},1,1000,0,234,1500000",
     ]
+    assert len(run("usage", "export", "--version", "1.3", "--project", "default").splitlines()) == 3
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

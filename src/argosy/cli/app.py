@@ -106,7 +106,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Requests": {"chat": chat.chat, "embed": embed.embed},
     "Accounts": {
-        "usage": usage.usage,
+        "usage": usage.app,
         "audit": audit.audit,
         "keys": keys.app,
         "tenants": tenants.app,

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Annotated, Literal
 
 import typer
+from msgspec.structs import asdict
 
 from argosy.cli import limits_and_prices
 from argosy.cli.account_lookup import (
@@ -41,7 +42,11 @@ organisations_app = typer.Typer(
     help="Organisations, which own projects and users.", no_args_is_help=True
 )
 users_app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
+retention_app = typer.Typer(
+    help="Retention: how long requests and responses of a project are kept.", no_args_is_help=True
+)
 app.add_typer(organisations_app, name="organisations")
+app.add_typer(retention_app, name="retention")
 app.add_typer(users_app, name="users")
 app.add_typer(limits_and_prices.limits_app, name="limits")
 app.add_typer(limits_and_prices.prices_app, name="prices")
@@ -50,6 +55,12 @@ OrganisationArgument = Annotated[
     str, typer.Argument(metavar="ORGANISATION", help="Id or name of the organisation.")
 ]
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
+RetentionKindOption = Annotated[
+    Literal["usage", "responses"],
+    typer.Option(
+        help="usage: single requests, which become sums by day. responses: responses and conversations."
+    ),
+]
 WeightOption = Annotated[
     float | None, typer.Option(help="Scheduling weight among projects of the same tier.")
 ]
@@ -247,6 +258,78 @@ def archive_project(project: ProjectArgument, *, store: StoreUrl = None) -> None
         found = find_project(opened_store, project)
         opened_store.accounts.archive_project(found.id, actor=audit_actor())
     typer.echo(f"{found.name} is archived.")
+
+
+@app.command("erase")
+def erase_project(
+    project: ProjectArgument,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Archive a project and erase what the store has of it, except sums of the ledger and the audit log."""
+    with open_existing_store(store) as opened_store:
+        found = find_project(opened_store, project)
+        if not yes:
+            typer.confirm(f"Erase the project {found.name} ({found.id}) for ever?", abort=True)
+        erased = opened_store.erasure.erase_project(found, actor=audit_actor())
+    counts = asdict(erased)
+    lines = [
+        f"{found.name} ({found.id}) is erased:",
+        *(f"  {count:,} {name.replace('_', ' ')}" for name, count in counts.items()),
+        (
+            "Sums of the ledger and the audit log remain. Memory of gateways and replicas has the rest for a day"
+            " at most, and backups as long as you keep them."
+        ),
+    ]
+    if erased.remaining_requests:
+        lines.append("Run the command again in an hour for the remaining requests.")
+    print_result(erased, "\n".join(lines), json=json)
+
+
+@retention_app.command("set")
+def set_retention(
+    project: ProjectArgument,
+    *,
+    kind: RetentionKindOption,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="Days to keep them.")],
+    store: StoreUrl = None,
+) -> None:
+    """Keep records of one kind of a project for fewer days than the settings of the gateways say."""
+    from argosy.store import RetentionRule
+
+    with open_existing_store(store) as opened_store:
+        found = find_project(opened_store, project)
+        rule = RetentionRule(project=found.id, kind=kind, keep_days=days)
+        opened_store.retention.set_rule(rule, actor=audit_actor())
+    typer.echo(f"Gateways keep {kind} of {found.name} for {days} days.")
+
+
+@retention_app.command("list")
+def list_retention(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
+    """List the projects with a retention of their own."""
+    with open_existing_store(store) as opened_store:
+        rules = opened_store.retention.list_rules()
+        names = {item.id: item.name for item in opened_store.accounts.list_projects()}
+    print_records(
+        rules,
+        ("Project", "Kind", "Days"),
+        lambda rule: (names.get(rule.project, rule.project), rule.kind, rule.keep_days),
+        "No project has a retention of its own.",
+        json=json,
+    )
+
+
+@retention_app.command("remove")
+def remove_retention(
+    project: ProjectArgument, *, kind: RetentionKindOption, store: StoreUrl = None
+) -> None:
+    """Let the settings of the gateways hold for a project again."""
+    with open_existing_store(store) as opened_store:
+        found = find_project(opened_store, project)
+        opened_store.retention.remove_rule(found.id, kind, actor=audit_actor())
+    typer.echo(f"The settings of the gateways hold for {kind} of {found.name}.")
 
 
 @users_app.command("list")

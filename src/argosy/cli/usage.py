@@ -1,11 +1,12 @@
-"""`argosy usage`: tokens and costs from the ledger, as sums or as rows."""
+"""`argosy usage`: tokens and costs from the ledger, as sums, as rows, or for other programs."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,9 +24,13 @@ from argosy.cli.account_lookup import (
 )
 from argosy.cli.failure import fail
 from argosy.cli.output import JsonOutput, print_records
-from argosy.cli.quantities import format_dollars, parse_past_time
+from argosy.cli.quantities import format_dollars, format_timestamp, parse_past_time
 
 DEFAULT_GROUPS = "project,model"
+DEFAULT_COST_PERIOD_S = 6 * 86_400
+"""Time before now in which a comparison of costs begins: 7 days with that of today."""
+
+app = typer.Typer()
 
 SinceOption = Annotated[
     float | None,
@@ -45,7 +50,9 @@ UntilOption = Annotated[
 ]
 
 
+@app.callback(invoke_without_command=True)
 def usage(
+    context: typer.Context,
     *,
     by: Annotated[
         str | None,
@@ -81,6 +88,8 @@ def usage(
     """Show the used tokens and their cost."""
     from argosy.store import UsageFilter, parse_report_groups
 
+    if context.invoked_subcommand is not None:
+        return
     if json and csv is not None:
         fail("give one of --json and --csv")
     with open_existing_store(store) as opened_store:
@@ -122,6 +131,139 @@ def usage(
         "There is no usage.",
         json=json,
     )
+
+
+@app.command()
+def export(
+    *,
+    output_format: Annotated[  # noqa: ARG001 - the only one
+        Literal["focus"],
+        typer.Option("--format", help="Format of the export."),
+    ] = "focus",
+    version: Annotated[Literal["1.2", "1.3"], typer.Option(help="Version of FOCUS.")] = "1.2",
+    output: Annotated[Path, typer.Option(help="File to write; - is standard output.")] = Path("-"),
+    since: SinceOption = None,
+    until: UntilOption = None,
+    organisation: OrganisationFilterOption = None,
+    project: ProjectName = None,
+    store: StoreUrl = None,
+) -> None:
+    """Export the cost of whole days as CSV in the FOCUS format of the FinOps Foundation."""
+    from argosy.store import UsageFilter, export_focus
+
+    with open_existing_store(store) as opened_store:
+        usage_filter = UsageFilter(
+            since=since,
+            until=until,
+            organisation=find_id(find_organisation, opened_store, organisation),
+            project=find_id(find_project, opened_store, project),
+        )
+        pieces = export_focus(
+            opened_store.ledger,
+            opened_store.accounts,
+            opened_store.limits_and_prices,
+            version,
+            usage_filter,
+        )
+        _write_csv(pieces, output)
+
+
+@app.command()
+def cost(
+    *,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Compare what projects were billed with the hardware that they used, by default of the last 7 days.
+
+    Pools need `dollars_per_hour` in the fleet file. Idle time has rows of its own.
+    """
+    from argosy.store import compare_costs
+
+    now = time.time()
+    with open_existing_store(store) as opened_store:
+        rows = compare_costs(
+            opened_store.ledger,
+            opened_store.hardware_costs,
+            now - DEFAULT_COST_PERIOD_S if since is None else since,
+            now if until is None else until,
+        )
+        names = account_names(opened_store)
+    print_records(
+        rows,
+        ("Model", "Project", "Billed", "Caused"),
+        lambda row: (
+            row.model,
+            "(idle)" if row.is_idle else _format_name(row.project, names),
+            format_dollars(row.billed),
+            format_dollars(row.caused),
+        ),
+        "There is no usage and no cost of hardware.",
+        json=json,
+    )
+
+
+@app.command()
+def budgets(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
+    """Show the use of the limits for a day or a month, and when they are used up at the present rate."""
+    from argosy.store import list_budgets
+
+    with open_existing_store(store) as opened_store:
+        limits = opened_store.limits_and_prices.list_limits()
+        rows = list_budgets(opened_store.ledger, limits, time.time())
+        names = account_names(opened_store)
+    print_records(
+        rows,
+        ("Owner", "Model", "Unit", "Window", "Used", "Limit", "Share", "Used up"),
+        lambda row: (
+            f"{row.limit.owner_kind} {_format_name(row.limit.owner, names)}",
+            row.limit.model or "all",
+            "dollars" if row.limit.unit == "nano_dollars" else row.limit.unit,
+            row.limit.window,
+            _format_amount(row.limit.unit, row.forecast.used),
+            _format_amount(row.limit.unit, row.limit.amount),
+            f"{row.used_fraction:.0%}",
+            format_timestamp(row.forecast.exhausted_at),
+        ),
+        "There is no limit for a day or a month.",
+        json=json,
+    )
+
+
+@app.command()
+def outliers(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
+    """List requests of the last 7 days that cost 10 times the 99th percentile of their project and model, or more."""
+    from argosy.store import list_outliers
+
+    with open_existing_store(store) as opened_store:
+        rows = list_outliers(
+            opened_store.ledger,
+            opened_store.accounts,
+            opened_store.limits_and_prices,
+            time.time(),
+        )
+        names = account_names(opened_store)
+    print_records(
+        rows,
+        ("Ended", "Request", "Project", "Model", "Cost", "p99", "Reason"),
+        lambda row: (
+            format_timestamp(row.record.ended_at),
+            row.record.request,
+            _format_name(row.record.project, names),
+            row.record.model,
+            format_dollars(row.record.nano_dollars),
+            format_dollars(row.p99_nano_dollars),
+            row.reason,
+        ),
+        "No request of the last 7 days is an outlier.",
+        json=json,
+    )
+
+
+def _format_amount(unit: str, amount: int) -> str:
+    return format_dollars(amount) if unit == "nano_dollars" else f"{amount:,}"
 
 
 def _format_name(value: str | None, account_names: dict[str, str]) -> str:

@@ -151,15 +151,18 @@ class AccountingService:
         await apply_snapshot(self.snapshot)
 
     async def roll_up_usage(self) -> None:
-        """Roll up usage records older than `keep_usage_days` every hour. Runs until it is cancelled.
+        """Roll up usage records older than `keep_usage_days`, and apply the retention of projects, every hour.
 
-        Ends after the first delay if all usage is kept (`keep_usage_days` is None).
+        Runs until it is cancelled.
         """
         days = self._config.keep_usage_days
         await asyncio.sleep(FIRST_ROLLUP_DELAY_S)
-        while days is not None:
+        while True:
             try:
-                await run_in_daemon_thread(self.store.ledger.roll_up, time.time() - days * DAY_S)
+                if days is not None:
+                    before = time.time() - days * DAY_S
+                    await run_in_daemon_thread(self.store.ledger.roll_up, before)
+                await run_in_daemon_thread(self.store.retention.delete_expired)
             except StoreError as error:
                 log.warning("usage_rollup_failed", reason=str(error))
             await asyncio.sleep(ROLLUP_INTERVAL_S)

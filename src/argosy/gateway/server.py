@@ -24,6 +24,7 @@ from argosy.alerting import (
     AlertLoop,
     AlertRecords,
     AlertSource,
+    BudgetAlerts,
     IncidentKeeper,
     MachineAlerts,
     OrderBook,
@@ -427,6 +428,7 @@ class GatewayServer:
             ]
             if store is not None:
                 sources.append(ReceivedAlerts(store.fleets, fleet).read)
+                sources.append(BudgetAlerts(store.ledger, store.limits_and_prices).read)
                 control = self._fleet_control
                 events = None if control is None else (control.store, control.name)
                 keeper = IncidentKeeper(records, store, fleet, watch, events=events)

@@ -26,6 +26,22 @@ from argosy.policy.concurrency_slots import (
     no_reservation_active,
     slot_share,
 )
+from argosy.policy.cost_allocation import (
+    HardwareUse,
+    allocate,
+    attribute_cost,
+)
+from argosy.policy.cost_watch import (
+    BUDGET_STEPS_PERCENT,
+    MAX_OUTLIERS_PER_DAY,
+    OUTLIER_FACTOR,
+    OUTLIER_FLOOR_NANO_DOLLARS,
+    OUTLIER_MIN_REQUESTS,
+    OUTLIER_PERIOD_S,
+    BudgetForecast,
+    explain_outlier,
+    forecast_budget,
+)
 from argosy.policy.deficit_round_robin import QUANTUM_TOKENS, QueuedRequest
 from argosy.policy.event_prefix_index import (
     MAX_INDEXED_BLOCKS,

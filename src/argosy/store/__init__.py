@@ -15,9 +15,12 @@ from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
 from argosy.store.clock import Clock, steady_clock
 from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
+from argosy.store.content_access import ContentAccess
 from argosy.store.conversation_store import ConversationStore, StoredConversation
+from argosy.store.cost_watch import Budget, CostOutlier, list_budgets, list_outliers
 from argosy.store.csv_export import format_csv, format_csv_time
 from argosy.store.database import limit_query_time, sqlite_path, sqlite_url
+from argosy.store.erasure import ErasedProject, Erasure
 from argosy.store.errors import (
     ConflictError,
     HistoryTooLongError,
@@ -39,12 +42,14 @@ from argosy.store.fleet_store import (
     FleetStore,
     PoolGeneration,
 )
+from argosy.store.focus_export import FOCUS_VERSIONS, FocusVersion, export_focus
 from argosy.store.gateway_registry import (
     LIVENESS_TIMEOUT_S,
     GatewayRecord,
     GatewayRegistry,
     SecretStore,
 )
+from argosy.store.hardware_costs import CostRow, HardwareCosts, HardwareDay, compare_costs
 from argosy.store.idempotency_store import (
     CachedResponse,
     IdempotencyConfig,
@@ -123,6 +128,7 @@ from argosy.store.response_store import (
     ResponseStore,
     StoredResponse,
 )
+from argosy.store.retention import RetentionKind, RetentionRule, RetentionRules
 from argosy.store.store import (
     Store,
     StoreConfig,

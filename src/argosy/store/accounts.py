@@ -63,6 +63,10 @@ class Accounts(RecordTables):
         users = {user.id: user.email for user in self._find_records(User, id=wanted)}
         return users | {record.id: record.name for record in records}
 
+    def find_tiers(self, ids: Collection[str]) -> dict[str, str]:
+        """Return the tiers of those ids that are of projects, also of archived ones."""
+        return {each.id: each.tier for each in self._find_records(Project, id={*ids})}
+
     # --- organisations ---------------------------------------------------------------------------
 
     def create_organisation(self, name: str, *, actor: str) -> Organisation:

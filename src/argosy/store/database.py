@@ -346,6 +346,26 @@ class Database:
             left = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
         return bool(0 < left < unused)
 
+    @contextmanager
+    def erasing_deletions(self) -> Iterator[None]:
+        """Overwrite what transactions of this process delete from an SQLite file, and then its log and unused pages.
+
+        PostgreSQL does so in its VACUUM.
+        """
+        if self._engine.dialect.name != "sqlite":
+            yield
+            return
+        event.listen(self._engine, "checkout", _overwrite_deletions)
+        try:
+            yield
+        finally:
+            event.remove(self._engine, "checkout", _overwrite_deletions)
+            self._engine.dispose()
+        while self.give_back_space():
+            pass
+        with self.translate_errors(), self._engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").close()
+
     def close(self) -> None:
         """Close all connections. Later transactions, such as those of other threads, open and close their own."""
         event.listen(self._engine, "checkin", _close_connection)
@@ -503,6 +523,10 @@ def _configure_sqlite(connection: SqliteConnection, _: object) -> None:
     limits_log = f"journal_size_limit={SQLITE_LOG_BYTES}"
     for setting in ("synchronous=NORMAL", "foreign_keys=ON", limits_log):
         connection.execute(f"PRAGMA {setting}").close()
+
+
+def _overwrite_deletions(connection: SqliteConnection, *_: object) -> None:
+    connection.execute("PRAGMA secure_delete=ON").close()
 
 
 class _FileGuard:

@@ -35,7 +35,7 @@ MAX_HISTORY_BYTES = 64 * 1024 * 1024
 MAX_ITEM_BYTES = 32 * 1024 * 1024
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 """Bytes of items after which a page ends early, since it is encoded at once."""
-_DELETION_BATCH_ROWS = 500
+DELETION_BATCH_ROWS = 500
 _columns = schema.items.c
 
 
@@ -221,7 +221,7 @@ def delete_with_items(
 
 def delete_expired(database: Database, stored_bytes: StoredBytes, table: Table, now: float) -> int:
     """Delete a batch of expired responses or conversations. Returns their number, 0 if no more have expired."""
-    expired = select(table.c.id).where(table.c.expires_at <= now).limit(_DELETION_BATCH_ROWS)
+    expired = select(table.c.id).where(table.c.expires_at <= now).limit(DELETION_BATCH_ROWS)
     with database.write_transaction() as connection:
         ids = list(connection.execute(expired.with_for_update(skip_locked=True)).scalars())
         delete_with_items(connection, stored_bytes, table, ids)

@@ -31,6 +31,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
+from argosy.policy import (
+    MAX_OUTLIERS_PER_DAY,
+    OUTLIER_FACTOR,
+    OUTLIER_FLOOR_NANO_DOLLARS,
+    OUTLIER_MIN_REQUESTS,
+    OUTLIER_PERIOD_S,
+)
+from argosy.protocol import TokenUsage
 from argosy.store import schema
 from argosy.store.csv_export import format_csv, format_csv_time
 from argosy.store.database import Database, conflict_aware_insert
@@ -51,6 +59,8 @@ ROLL_UP_PAUSE_S = 0.25
 """Pause after each `ROLL_UP_BATCH_ROWS` rows, so that others can write. SQLite writers that wait poll every 0.1 s."""
 MAX_REPORT_ROWS = 10_000
 """Maximum number of rows of one report."""
+REPORT_PAGE_ROWS = 2000
+"""Rows that `Ledger.iter_report` holds in memory."""
 MAX_SCANNED_ROWS = 100_000
 """Maximum number of records that a page of a list without an index for its filter is searched for."""
 MAX_OWNERS_PER_QUERY = 5000
@@ -235,11 +245,21 @@ class Ledger:
         where: UsageFilter,
         request_count: RequestCount,
         owners: Sequence[str] | None = None,
+        after: Sequence[str] | None = None,
+        limit: int = MAX_REPORT_ROWS + 1,
     ) -> list[UsageReportRow]:
-        """Sum usage by group. If `owners` restrict the first group, without the limit on rows."""
+        """Sum usage by group. If `owners` restrict the first group, without the limit on rows.
+
+        The report begins after the row whose groups begin with the values `after`.
+        """
 
         def owner_conditions(table: Table) -> list[ColumnElement[bool]]:
-            conditions = [] if owners is None else [table.c[groups[0]].in_(owners)]
+            conditions: list[ColumnElement[bool]] = []
+            if owners is not None:
+                conditions.append(table.c[groups[0]].in_(owners))
+            if after is not None:
+                reached = tuple_(*(table.c[name] for name in groups[: len(after)]))
+                conditions.append(reached > tuple(after))
             return conditions + self._owner_conditions(table, where)
 
         combined = union_all(
@@ -263,9 +283,46 @@ class Ledger:
         ]
         query = select(*columns, *sums).group_by(*columns).order_by(*columns)
         if owners is None:
-            query = query.limit(MAX_REPORT_ROWS + 1)
+            query = query.limit(limit)
         with self._database.read_transaction() as connection:
             return [_to_report_row(row._asdict()) for row in connection.execute(query)]
+
+    def iter_report(
+        self, group_by: Sequence[ReportGroup], where: UsageFilter = ALL_USAGE
+    ) -> Iterator[list[UsageReportRow]]:
+        """Yield the report of each day in pages, by day and then by `group_by`, which has no day.
+
+        The range of `where` is extended to whole days. No transaction is open between pages.
+        """
+        groups: list[ReportGroup] = [*group_by, "day"]
+        until = math.inf if where.until is None else where.until
+        begin = self._find_day(0 if where.since is None else int(where.since // DAY_S))
+        while begin is not None and begin * DAY_S < until:
+            day = msgspec.structs.replace(
+                where, since=float(begin * DAY_S), until=float((begin + 1) * DAY_S)
+            )
+            after: list[str] | None = None
+            while True:
+                rows = self._query_report(
+                    groups, day, _ALL_REQUESTS, after=after, limit=REPORT_PAGE_ROWS
+                )
+                if rows:
+                    yield rows
+                if len(rows) < REPORT_PAGE_ROWS:
+                    break
+                after = [getattr(rows[-1], name) for name in group_by]
+            begin = self._find_day(begin + 1)
+
+    def _find_day(self, first: int) -> int | None:
+        """Return the first day with usage of any owner, from `first` on, in days since the epoch."""
+        rows, days = schema.usage.c, schema.usage_days.c
+        with self._database.read_transaction() as connection:
+            ended_at = connection.execute(
+                select(func.min(rows.ended_at)).where(rows.ended_at >= first * DAY_S)
+            ).scalar()
+            day = connection.execute(select(func.min(days.day)).where(days.day >= first)).scalar()
+        found = [] if ended_at is None else [int(ended_at // DAY_S)]
+        return min(found if day is None else [*found, int(day)], default=None)
 
     def sum_by_owner(
         self, owner_kind: OwnerKind, owners: Collection[str], since: float
@@ -409,6 +466,50 @@ class Ledger:
         with self._database.read_transaction() as connection:
             return next(iter(_to_records(connection.execute(query.limit(1)))), None)
 
+    def find_cost_outliers(self, now: float) -> list[tuple[UsageRecord, int, TokenUsage]]:
+        """Return the records before `now` whose cost is an outlier of their project and model, latest day first.
+
+        Each has the 99th percentile of the cost and the mean tokens of its project and model. At most
+        `MAX_SCANNED_ROWS` records are read, and `MAX_OUTLIERS_PER_DAY` of a day are returned, the most expensive ones.
+        """
+        where = UsageFilter(since=now - OUTLIER_PERIOD_S, until=now)
+        scanned = self._select_latest(where, None, 0.0, None)[1].c
+        group = (scanned.project, scanned.model)
+        sums = [
+            func.sum(scanned[name]).over(partition_by=group).label(f"sum_{name}")
+            for name in ("input_tokens", "cached_tokens", "output_tokens")
+        ]
+        ranked = select(
+            *scanned,
+            *sums,
+            func.row_number()
+            .over(partition_by=group, order_by=scanned.nano_dollars.desc())
+            .label("place"),
+            func.count().over(partition_by=group).label("requests"),
+        ).subquery()
+        at_p99 = ranked.c.place == ranked.c.requests // 100 + 1
+        limits = (
+            select(ranked.c.project, ranked.c.model, ranked.c.nano_dollars.label("p99"))
+            .where(at_p99, ranked.c.requests >= OUTLIER_MIN_REQUESTS)
+            .subquery()
+        )
+        is_same = and_(ranked.c.project == limits.c.project, ranked.c.model == limits.c.model)
+        query = select(ranked, limits.c.p99).join(limits, is_same)
+        query = query.where(
+            ranked.c.nano_dollars > OUTLIER_FACTOR * limits.c.p99,
+            ranked.c.nano_dollars >= OUTLIER_FLOOR_NANO_DOLLARS,
+        ).order_by(ranked.c.nano_dollars.desc(), ranked.c.request)
+        by_day: dict[int, list[tuple[UsageRecord, int, TokenUsage]]] = {}
+        with self._database.read_transaction() as connection:
+            for row in connection.execute(query).mappings():  # at most 1 % of the records
+                record = UsageRecord(**{name: row[name] for name in UsageRecord.__struct_fields__})
+                prompt, cached, output = (int(row[each.name]) // row["requests"] for each in sums)
+                typical = TokenUsage(prompt, cached, output)
+                of_day = by_day.setdefault(int(record.ended_at // DAY_S), [])
+                of_day.append((record, int(row["p99"]), typical))
+        days = sorted(by_day, reverse=True)
+        return [each for day in days for each in by_day[day][:MAX_OUTLIERS_PER_DAY]]
+
     def count_recent(self, model: str, since: float, max_records: int) -> dict[str, int]:
         """Count requests of a model that ended at `since` or later, by their status.
 
@@ -459,17 +560,26 @@ class Ledger:
         Returns:
             The number of removed records.
         """
-        midnight = before // DAY_S * DAY_S
-        oldest = select(func.min(schema.usage.c.ended_at))
+        return self._roll_up(before // DAY_S * DAY_S, [])
+
+    def roll_up_project(self, project: str, before: float) -> int:
+        """Replace the records of one project that ended before a time by daily sums, also of a part of a day.
+
+        It is subject to the same conditions as `roll_up`.
+        """
+        return self._roll_up(before, [schema.usage.c.project == project])
+
+    def _roll_up(self, before: float, where: list[ColumnElement[bool]]) -> int:
+        oldest = select(func.min(schema.usage.c.ended_at)).where(*where)
         removed = 0
         while True:
             with self._database.read_transaction() as connection:
                 ended_at = connection.execute(oldest).scalar_one()
-            if ended_at is None or ended_at >= midnight:
+            if ended_at is None or ended_at >= before:
                 return removed
             if removed:
                 time.sleep(ROLL_UP_PAUSE_S)
-            removed += self._roll_up_batch(midnight)
+            removed += self._roll_up_batch(before, where)
 
     def _find_rotated_keys(self, owners: Collection[str], since: float) -> dict[str, list[str]]:
         """Return for each key id itself and its predecessors by rotation that were valid at `since` or later."""
@@ -491,10 +601,10 @@ class Ledger:
             conditions.append(table.c.organisation == self._organisation_id)
         return conditions
 
-    def _roll_up_batch(self, midnight: float) -> int:
-        """Roll up the oldest records that ended before midnight. Batches keep the lock times of other writers short."""
+    def _roll_up_batch(self, before: float, where: list[ColumnElement[bool]]) -> int:
+        """Roll up the oldest records that ended before a time. Batches keep the lock times of other writers short."""
         rows, days = schema.usage, schema.usage_days
-        past = rows.c.ended_at < midnight
+        past = and_(rows.c.ended_at < before, *where)
         # A snapshot, so that records added meanwhile are neither summed nor deleted.
         with self._database.write_transaction(is_snapshot=True) as connection:
             if connection.dialect.name == "postgresql":
@@ -503,7 +613,7 @@ class Ledger:
             end_times = select(rows.c.ended_at).where(past).order_by(rows.c.ended_at)
             last = connection.execute(end_times.offset(ROLL_UP_BATCH_ROWS - 1).limit(1)).scalar()
             if last is not None:
-                past = rows.c.ended_at <= last
+                past = and_(rows.c.ended_at <= last, *where)
             insert = conflict_aware_insert(connection, days)
             sums = _select_sums(rows, func.count(), _REPORT_GROUPS, [past])
             sums = sums.add_columns(func.count() - _CHARGED_REQUESTS[0])

@@ -317,9 +317,16 @@ class AccountTransaction:
             )
             raise ConflictError(f"{problem}. End some that are no longer needed.")
 
-    def append_decision(self, action: str, subject: str, details: dict[str, Any]) -> None:
+    def append_decision(
+        self,
+        action: str,
+        subject: str,
+        details: dict[str, Any],
+        *,
+        organisation: str | None = None,
+    ) -> None:
         """Add an audit entry, such as `pool.scale`, about something that is no account record."""
-        self._append_audit_entry(action, subject, None, details)
+        self._append_audit_entry(action, subject, organisation, details)
 
     def _append_record_entry(
         self, action: str, record: AccountRecord, details: dict[str, Any]

@@ -354,6 +354,7 @@ conversations = Table(
     *_expiring_record_columns(),
     Column("body", LargeBinary, nullable=False),
     Index("conversations_expires_at", "expires_at"),
+    Index("conversations_owner", "organisation", "owner", "created_at", "id"),
 )
 """Conversations of the Responses API. `body` is the client's metadata as JSON."""
 
@@ -374,6 +375,14 @@ stored_bytes = Table(
     Column("bytes", BigInteger, nullable=False),
 )
 """Bytes of each owner's responses, conversations and items: their bodies, and a number for each row."""
+
+retention = Table(
+    "retention",
+    metadata,
+    *_primary_key(project=Text, kind=Text),
+    *_columns(keep_days=Integer),
+)
+"""Days that records of a kind are kept of a project, instead of those of the settings."""
 
 secrets = Table(
     "secrets",
@@ -431,6 +440,14 @@ fleet_documents = Table(
     *_columns(version=BigInteger, document=LargeBinary),
 )
 """Versioned documents of each fleet, as JSON, that any process may replace, such as the routes of its pools."""
+
+hardware_days = Table(
+    "hardware_days",
+    metadata,
+    *_primary_key(day=Integer, fleet=Text, pool=Text, model=Text),
+    *_columns(replica_ms=BigInteger, busy_ms=BigInteger, nano_dollars=BigInteger),
+)
+"""Time of the replicas of each pool with a price, and its cost. Days are as in `usage_days`, and are never deleted."""
 
 replica_logs = Table(
     "replica_logs",

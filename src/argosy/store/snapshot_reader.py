@@ -10,6 +10,7 @@ import msgspec
 from sqlalchemy import Connection, Row, select, text
 
 from argosy.store import schema
+from argosy.store.content_access import CONTENT_READ
 from argosy.store.errors import StoreUnavailableError
 from argosy.store.record_tables import find_records, sort_fields
 from argosy.store.records import (
@@ -186,6 +187,8 @@ def _read_changed_ids(
         return None
     changed_ids: dict[type[AccountRecord], set[str]] = {}
     for entry in entries[1:]:
+        if entry.action == CONTENT_READ:
+            continue
         record_type = _RECORD_TYPES.get(entry.action.partition(".")[0])
         if record_type is None:
             return None

@@ -18,12 +18,15 @@ from argosy.store.accounts import Accounts
 from argosy.store.adapters import Adapters
 from argosy.store.audit import AuditLog
 from argosy.store.console_session_store import ConsoleSessionStore
+from argosy.store.content_access import ContentAccess
 from argosy.store.conversation_store import ConversationStore
 from argosy.store.database import Database, parse_url, sqlite_url
+from argosy.store.erasure import Erasure
 from argosy.store.errors import ConflictError, StoreError
 from argosy.store.flags import Flags
 from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry, SecretStore
+from argosy.store.hardware_costs import HardwareCosts
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.migrations import migrate
@@ -31,6 +34,7 @@ from argosy.store.prompts import Prompts
 from argosy.store.records import AccountSnapshot
 from argosy.store.replicas import ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import ResponseStore
+from argosy.store.retention import RetentionRules
 from argosy.store.snapshot_reader import read_snapshot
 from argosy.store.stored_bytes import DEFAULT_MAX_STORED_BYTES, StoredBytes
 
@@ -92,9 +96,13 @@ class Store:
         self.flags = Flags(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)
+        self.hardware_costs = HardwareCosts(database)
         self.gateways = GatewayRegistry(database, clock)
         self.stored_bytes = StoredBytes(database, max_stored_bytes)
         self.responses = ResponseStore(database, clock, self.stored_bytes)
+        self.erasure = Erasure(database, clock, self.stored_bytes, self.ledger)
+        self.retention = RetentionRules(database, clock, self.stored_bytes, self.ledger)
+        self.content_access = ContentAccess(database, clock)
         self.conversations = ConversationStore(database, clock, self.stored_bytes)
         self.secrets = SecretStore(database, clock)
         self.console_sessions = ConsoleSessionStore(database, clock)

@@ -23,6 +23,7 @@ from argosy.telemetry.log_lines import (
     find_new_lines,
     parse_log,
 )
+from argosy.telemetry.log_redaction import redact_log
 from argosy.telemetry.logs import LogFormat, bind_request, configure_logging
 from argosy.telemetry.otlp import (
     AttributeValue,

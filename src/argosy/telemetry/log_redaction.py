@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from typing import Any
 
+import msgspec
 from structlog.typing import EventDict, WrappedLogger
 
 from argosy.policy.content import DETECTORS, Matcher, Rule, TextFilter
@@ -33,12 +35,29 @@ def needs_redaction(line: bytes) -> bool:
     return not line.isascii() or b"\\" in line or _matcher().may_match(line)
 
 
+def redact_log(log: bytes) -> bytes:
+    """Remove personal data and secrets from the text of a log, of which other programs may have written lines."""
+    return b"\n".join(
+        _redact_line(line) if needs_redaction(line) else line for line in log.split(b"\n")
+    )
+
+
 def redact_event(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Remove personal data and secrets from the texts of an event. A processor of structlog."""
     for name, value in event.items():
         if name not in _OWN_FIELDS:
             event[name] = _redact(value)
     return event
+
+
+def _redact_line(line: bytes) -> bytes:
+    """Remove them from a line: from the values of an event in JSON, or from text."""
+    if line.startswith(b"{"):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = msgspec.json.decode(line, type=dict[str, Any])
+            return msgspec.json.encode(redact_event(None, "", event))
+    redacted: str = _redact(line.decode(errors="replace"))
+    return redacted.encode()
 
 
 def _redact(value: Any) -> Any:  # noqa: ANN401 - any field

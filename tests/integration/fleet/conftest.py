@@ -17,6 +17,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         "leader_term.OBSERVATION_INTERVAL_S",
         "gateway_publisher.POLL_INTERVAL_S",
         "rollout_evidence.POLL_INTERVAL_S",
+        "hardware_meter.SAVE_INTERVAL_S",
         "fleet_autoscaler.DECISION_INTERVAL_S",
     ):
         monkeypatch.setattr(f"argosy.fleet.control.{name}", 0.05)

@@ -53,7 +53,7 @@ async def test_fleet_becomes_what_is_declared(
 
     monkeypatch.setattr("argosy.fleet.control.fleet_rollouts.read_rollout_documents", read_slowly)
     fleet.append_old_event("replica_lost")
-    fleet.apply(declare())
+    fleet.apply(declare(dollars_per_hour=3.6))
     controller = fleet.start_controller("first")
     first = await fleet.as_declared("chat-1-0", "chat-1-1")
 
@@ -82,6 +82,10 @@ async def test_fleet_becomes_what_is_declared(
         for name in ("chat-1-0", "chat-1-1", "chat-2-0")
     }
     assert ends == {"chat-1-0": [2, 1], "chat-1-1": [1], "chat-2-0": [1]}
+    uses = fleet.store.hardware_costs.list_days(0.0, time.time())
+    assert {(use.pool, use.model, use.busy_ms) for use in uses} == {("chat", "chat", 0)}
+    for use in uses:
+        assert use.nano_dollars == use.replica_ms * 1000 > 0
 
 
 async def test_next_controller_adopts_what_runs(fleet: Fleet) -> None:
@@ -127,10 +131,14 @@ async def test_status_says_why_replicas_do_not_run(
     log = fleet.store.replica_logs.read_log(FLEET, "chat-1-0", latest.started_at)
     assert b"cannot open the model" in log
     assert "cannot open the model" in latest.reason
-    (fleet.folder / LOG_NAME).write_text(f"{'x' * 2**16}\nleads\n")  # as its keeper writes it
+    (fleet.folder / LOG_NAME).write_text(
+        f"{'x' * 2**16}\nleads a@example.com\n"
+    )  # as its keeper writes it
     await until(lambda: fleet.store.replica_logs.list_runs(FLEET, CONTROLLER_LOG))
     (term,) = fleet.store.replica_logs.list_runs(FLEET, CONTROLLER_LOG)
-    assert fleet.store.replica_logs.read_log(FLEET, CONTROLLER_LOG, term.started_at) == b"leads\n"
+    assert fleet.store.replica_logs.read_log(FLEET, CONTROLLER_LOG, term.started_at) == (
+        b"leads [email]\n"
+    )
     fleet.apply(declare(replicas=1, environment={"KEY": {"env": "NO_SUCH_VARIABLE"}}))
     await fleet.wait_for_reason(lambda reason: "NO_SUCH_VARIABLE" in reason)
     fleet.apply(declare(replicas=1, launcher="kubernetes", image="none"))

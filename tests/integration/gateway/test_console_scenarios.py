@@ -23,7 +23,7 @@ from tests.support.gateway_processes import gateways, open_organisation
 from tests.support.organisations import AdminGateway, Json, run_admin_gateway
 
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.store import Price, Role, RoleScope, StoreConfig, UsageRecord
+from argosy.store import HardwareDay, Price, Role, RoleScope, StoreConfig, UsageRecord
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Locator, Page
@@ -340,9 +340,15 @@ async def test_questions_are_answered_from_the_console_alone(
             started_at=YESTERDAY,
             ended_at=YESTERDAY,
             status="completed",
+            input_tokens=1,
             nano_dollars=12_340_000_000,
         )
         gateway.store.ledger.add_records([row_of_yesterday])
+        lease = gateway.store.fleets.acquire_lease("test", gateway.store.fleets.read_lease("demo"))
+        assert lease is not None
+        hardware = {"replica_ms": 4, "busy_ms": 1, "nano_dollars": 10**9}
+        use = HardwareDay(day=int(YESTERDAY // 86_400), pool="big", model="big", **hardware)
+        gateway.store.hardware_costs.add(lease, [use])
         web = await create_tenant(gateway, "web", "shop")
         batch = await create_tenant(gateway, "batch", "leaked key")
         holding = asyncio.create_task(complete(gateway, batch, "hold"))
@@ -386,6 +392,11 @@ async def test_questions_are_answered_from_the_console_alone(
         day = time.strftime("%Y-%m-%d", time.gmtime(YESTERDAY))
         yesterday = page.get_by_role("row").filter(has_text=day)
         await yesterday.get_by_text("$12.34").wait_for()
+
+        # What did the hardware cost without requests?
+        await (
+            row(page, "Billed and caused").filter(has_text="(idle)").get_by_text("$0.75").wait_for()
+        )
 
         # What did the last change do?
         await show_screen(page, "#/models", "Models and replicas")

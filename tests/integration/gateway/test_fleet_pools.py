@@ -293,6 +293,8 @@ async def test_gateway_shows_logs_of_replicas_that_are_gone(config: GatewayConfi
         assert older.json()["lines"] == ["older"]
         missing = await client.get("/admin/replicas/log", params=first | {"started_at": 3})
         assert missing.status_code == 404
+        (read,) = store.audit_log.list_entries(action_prefix="content.read")
+        assert (read.subject, read.actor) == ("replica_log:big-1-0", "local")
         (gateway,) = store.gateways.list_running()
         status = await GatewayPoolsClient().read_status(gateway)
         assert status.watched_logs == ["big-1-0"]

@@ -26,7 +26,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "next"
-down_revision = "0008"
+down_revision = "NEWEST"
 
 def upgrade():
     op.add_column("usage", sa.Column("colour", sa.Text, nullable=False, server_default="grey"))
@@ -38,7 +38,9 @@ def upgrade():
 def next_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Patch that adds a later step. `undo` brings back the present version."""
     (tmp_path / "steps").mkdir()
-    (tmp_path / "steps" / "next.py").write_text(NEXT_STEP)
+    (tmp_path / "steps" / "next.py").write_text(
+        NEXT_STEP.replace("NEWEST", migrations.NEWEST_REVISION)
+    )
     folders = (*migrations.STEP_FOLDERS, tmp_path / "steps")
     monkeypatch.setattr(migrations, "STEP_FOLDERS", folders)
     monkeypatch.setattr(migrations, "NEWEST_REVISION", "next")
@@ -93,6 +95,9 @@ def test_stored_bytes_of_an_older_database_are_summed_up(store: Store, url: str)
         connection.execute(sa.text("DROP TABLE prompts"))
         connection.execute(sa.text("DROP TABLE flags"))
         connection.execute(sa.text("ALTER TABLE usage DROP COLUMN findings"))
+        connection.execute(sa.text("DROP TABLE hardware_days"))
+        connection.execute(sa.text("DROP TABLE retention"))
+        connection.execute(sa.text("DROP INDEX conversations_owner"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
     database.close()
     store.migrate()
@@ -116,6 +121,9 @@ def test_candidates_of_an_older_database_keep_the_share_that_a_person_set(
         connection.execute(sa.text("DROP TABLE prompts"))
         connection.execute(sa.text("DROP TABLE flags"))
         connection.execute(sa.text("ALTER TABLE usage DROP COLUMN findings"))
+        connection.execute(sa.text("DROP TABLE hardware_days"))
+        connection.execute(sa.text("DROP TABLE retention"))
+        connection.execute(sa.text("DROP INDEX conversations_owner"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0004'"))
     database.close()
     store.migrate()

@@ -250,6 +250,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Number of CPU cores of each replica. None does not restrict it."""
     memory: ByOperator[Size | None] = None
     """Maximum memory of each replica, such as `16GiB`. None does not restrict it."""
+    dollars_per_hour: ByOperator[Annotated[float, Meta(ge=0, le=1e6)]] = 0.0
+    """Price of the hardware of a replica for an hour, in dollars. `argosy usage cost` divides it among projects."""
     replicas: ByOperator[ReplicaCount | None] = None
     """Number of replicas that serve. 1 if neither it nor `min_replicas` is set."""
     min_replicas: ByOperator[ReplicaCount | None] = None

@@ -15,6 +15,7 @@ import structlog
 from argosy.alerting import (
     AlertLoop,
     AlertRecords,
+    BudgetAlerts,
     IncidentKeeper,
     MachineAlerts,
     OrderBook,
@@ -39,6 +40,7 @@ from argosy.fleet.control.fleet_incidents import FleetTraffic, read_pool_version
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
+from argosy.fleet.control.hardware_meter import HardwareMeter
 from argosy.fleet.control.leadership import Leadership
 from argosy.fleet.control.replica_actions import ReplicaActions
 from argosy.fleet.control.replica_log_recorder import ReplicaLogRecorder
@@ -82,6 +84,7 @@ class LeaderTerm:
         self._observer = FleetObserver(self._journal, self._publisher, context.create_launcher)
         self._autoscaler = FleetAutoscaler(self._journal, self._observer, self._publisher)
         self._rollouts = FleetRollouts(self._journal, self._observer, self._publisher)
+        self._hardware = HardwareMeter(self._journal, self._observer, self._publisher)
         self._logs = ReplicaLogRecorder(
             self._journal,
             self._observer,
@@ -130,6 +133,7 @@ class LeaderTerm:
                 if outage := self._leadership.take_outage():
                     journal.record_event("store_unavailable", reason=outage)
                 self._rollouts.on_saved()
+                await self._hardware.save()
                 await self._prune_events()
             except DeposedError:
                 raise
@@ -173,6 +177,7 @@ class LeaderTerm:
         self._last_observed_at = now
         replicas = tuple(self._observer.observe(declared, now))
         listed = [each for _, each in self._observer.listed]
+        self._hardware.record(declared, now)
         declared.hold_renewals(listed)
         self._autoscaler.decide(declared, self._rollouts.running, now)
         counts = self._autoscaler.desired_counts(declared)
@@ -356,6 +361,7 @@ class LeaderTerm:
             FleetAlerts(self._journal, lambda: self._declared).read,
             MachineAlerts(store.gateways, self._context.folder, self._find_certificate).read,
             watch.read,
+            BudgetAlerts(store.ledger, store.limits_and_prices).read,
             ReceivedAlerts(fleets, fleet).read,
         ]
         loop = AlertLoop(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -16,6 +15,7 @@ from argosy.fleet.launchers import LaunchedReplica, LaunchError, LaunchState
 from argosy.process import run_in_daemon_thread
 from argosy.process_monitor import read_log_end
 from argosy.store import CONTROLLER_LOG, DeposedError, ReplicaLogRun, StoreError
+from argosy.telemetry import redact_log
 
 MAX_LOG_BYTES = 64 * 1024
 MAX_WATCHED = 16
@@ -192,5 +192,8 @@ class ReplicaLogRecorder:
     async def _save(self, replica: str, run: ReplicaLogRun, end: bytes) -> None:
         if len(end) >= MAX_LOG_BYTES:  # it begins within a line
             end = end.partition(b"\n")[2] or end
-        save = partial(self._store.save, self._leadership.lease, replica, run, end)
+
+        def save() -> None:
+            self._store.save(self._leadership.lease, replica, run, redact_log(end))
+
         await run_in_daemon_thread(save)

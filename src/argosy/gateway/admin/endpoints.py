@@ -23,6 +23,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
+from argosy.process import run_in_daemon_thread
 from argosy.protocol import JSON_MEDIA_TYPE, TEXT_SCHEMA, ApiError, Operation
 from argosy.store import (
     Accounts,
@@ -31,6 +32,7 @@ from argosy.store import (
     ChangeCheck,
     Flags,
     FleetStore,
+    HardwareCosts,
     Ledger,
     LimitsAndPrices,
     Prompts,
@@ -111,6 +113,29 @@ class AdminScope:
         """Return the scope restricted to the reach of the caller's role. Endpoints only receive such a scope."""
         check = partial(check_change, principal)
         return replace(self, organisation_id=organisation_scope(principal), check=check)
+
+    async def record_content_read(
+        self,
+        request: AdminRequest,
+        kind: str,
+        subject: str,
+        organisation: str | None = None,
+        **details: str,
+    ) -> None:
+        """Record in the audit log that the caller reads content, before it does. Nothing is recorded without a store.
+
+        Raises:
+            StoreError: The entry cannot be written.
+        """
+        if self.store is not None:
+            record = partial(
+                self.store.content_access.record_read,
+                subject,
+                organisation=organisation or None,
+                details={"kind": kind, **details},
+                actor=request.actor,
+            )
+            await run_in_daemon_thread(record)
 
     async def explain_request(self, request_id: str, project: str | None) -> dict[str, Any] | None:
         """Return the explanation of a request, or None if it is unknown or belongs to another organisation.
@@ -195,6 +220,11 @@ class AdminScope:
     def ledger(self) -> Ledger:
         """The store's ledger."""
         return self._store.ledger.for_organisation(self.organisation_id)
+
+    @property
+    def hardware_costs(self) -> HardwareCosts:
+        """The recorded costs of hardware, which belong to the whole gateway."""
+        return self._store.hardware_costs
 
     @property
     def stored_bytes(self) -> StoredBytes:

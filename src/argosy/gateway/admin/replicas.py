@@ -114,7 +114,7 @@ async def list_replica_events(scope: AdminScope, request: AdminRequest) -> Page[
 async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaLogView:
     """Get the end of the log of a replica, a gateway or the controller, also after its process is gone.
 
-    It may contain what users sent. At most the last 64 KiB of a run are read.
+    It may contain what users sent, so that the audit log has who read it. At most the last 64 KiB of a run are read.
     """
     query, logs = request.query, scope.replica_logs
     is_running = query.replica.startswith((f"{GATEWAY_POOL}-", CONTROLLER_LOG)) or any(
@@ -124,6 +124,9 @@ async def read_replica_log(scope: AdminScope, request: AdminRequest) -> ReplicaL
     run = next((each for each in runs if query.started_at in {None, each.started_at}), None)
     if run is None and query.started_at is not None:
         raise ApiError(404, "not_found", "The log of this run is not kept. Use one of `runs`.")
+    if run is not None:
+        subject = f"replica_log:{query.replica}"
+        await scope.record_content_read(request, "replica log", subject)
     return ReplicaLogView(
         replica=query.replica,
         run=run,

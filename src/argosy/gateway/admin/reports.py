@@ -24,10 +24,10 @@ from argosy.gateway.admin.schemas import (
     OwnReportQuery,
     Page,
     PrincipalView,
-    ReportQuery,
     RequestColumns,
     RequestsQuery,
     RequestTableView,
+    UsageExportQuery,
     UsageQuery,
     UsageView,
     split_names,
@@ -39,11 +39,13 @@ from argosy.gateway.series_queries import SeriesAnswer
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.store import (
+    FOCUS_VERSIONS,
     Accounts,
     RecordOrder,
     Timestamp,
     UsageFilter,
     UsageRecord,
+    export_focus,
     format_csv,
     format_csv_time,
     parse_report_groups,
@@ -53,6 +55,7 @@ endpoints = AdminEndpoints()
 
 _BAD_CURSOR = "before must be the value of `next` of the previous page."
 TENANT_PREFIX = "tenant:"
+FOCUS_FORMATS = {f"focus-{version}": version for version in FOCUS_VERSIONS}
 
 
 @endpoints.register("GET", "/admin/usage", "viewer", query_type=UsageQuery)
@@ -65,13 +68,19 @@ def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
     "GET",
     "/admin/usage.csv",
     "viewer",
-    query_type=ReportQuery,
+    query_type=UsageExportQuery,
     query_time_limit_s=EXPORT_TIME_LIMIT_S,
     media_type=CSV_MEDIA_TYPE,
 )
 def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
-    """Export usage as CSV. Without `group_by` the table has one row for each request."""
+    """Export usage as CSV. Without `group_by` the table has one row for each request, or the charges of FOCUS."""
     query = request.query
+    version = FOCUS_FORMATS.get(query.format)
+    if version is not None:
+        if query.group_by:
+            raise ValueError(f"{query.format} has groups of its own. Leave out group_by.")
+        where = _to_usage_filter(query)
+        return export_focus(scope.ledger, scope.accounts, scope.limits_and_prices, version, where)
     if not query.group_by:
         return scope.ledger.export_csv(_to_usage_filter(query))
     return iter(
@@ -187,6 +196,16 @@ async def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str,
     if explanation is not None and (
         sees_all or explanation["caller"]["project"] == principal.project
     ):
+        caller, report = explanation["caller"], explanation.get("replica_report") or {}
+        is_own = (caller["key"], caller["user"]) == (principal.key, principal.user)
+        if not is_own and (report.get("prompts") or report.get("outputs")):
+            await scope.record_content_read(
+                request,
+                "explanation",
+                request.resource_id,
+                caller["organisation"],
+                project=caller["project"],
+            )
         return explanation
     reasons = "The id may be wrong, the request too old, or another gateway may have served it that is gone."
     message = f"There is no record of the request {request.resource_id[:200]!r}. {reasons}"

@@ -17,6 +17,7 @@ from argosy.gateway.admin import (
     adapters,
     alerts,
     caches,
+    costs,
     flags,
     fleet,
     incidents,
@@ -112,6 +113,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *fleet.endpoints,
         *incidents.endpoints,
         *reports.endpoints,
+        *costs.endpoints,
         *settings.endpoints,
         *built,
     ]

@@ -21,6 +21,7 @@ from argosy.store import (
     AuditEntry,
     AuditVerification,
     ContentDigest,
+    CostRow,
     KeyInfo,
     Limit,
     LimitAmount,
@@ -210,6 +211,46 @@ class UsageView(UsageReportRow, frozen=True, kw_only=True, tag_field="object", t
     """Usage of one group of requests."""
 
 
+class CostView(CostRow, frozen=True, kw_only=True, tag_field="object", tag="cost"):
+    """A project's bill for a model, beside the cost that it caused."""
+
+
+class BudgetView(Limit, frozen=True, kw_only=True, tag_field="object", tag="budget"):
+    """A limit for a day or a month, and its use in the present period."""
+
+    used: int
+    starts_at: float
+    ends_at: float
+    expected: int
+    """Use at the end of the period at the rate since it began."""
+    exhausted_at: float | None
+    """When it is used up at this rate. Null if the period ends first, or has just begun."""
+    step_percent: Literal[0, 50, 80, 100]
+    """Highest of these shares that is used."""
+
+
+class CostOutlierView(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="cost.outlier"
+):
+    """A request that cost far more than others of its project and model."""
+
+    request: str
+    organisation: str
+    project: str
+    key: str
+    user: str
+    model: str
+    ended_at: float
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    nano_dollars: int
+    p99_nano_dollars: int
+    """99th percentile of the cost of the requests of its project and model."""
+    reason: str
+    """The kind of token that makes it expensive."""
+
+
 class RequestColumns(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of ended requests, each as a list with one value for each request."""
 
@@ -360,6 +401,22 @@ class ReportQuery(OwnReportQuery, frozen=True, kw_only=True, forbid_unknown_fiel
     project: str | None = None
     key: str | None = None
     user: str | None = None
+
+
+class CostQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Range of a comparison of costs, in whole UTC days."""
+
+    since: Timestamp | None = None
+    """Only days that contain this time or are later. By default the last 7 days."""
+    until: Timestamp | None = None
+    """Only days that begin before this time."""
+
+
+class UsageExportQuery(ReportQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Filter, groups and format of an export."""
+
+    format: Literal["argosy", "focus-1.2", "focus-1.3"] = "argosy"
+    """`argosy` has the columns of the ledger. FOCUS, of the given version, has whole days and groups of its own."""
 
 
 class UsageQuery(ReportQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):

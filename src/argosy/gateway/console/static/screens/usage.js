@@ -1,13 +1,13 @@
 // Usage and cost: sums of the ledger by tenant, key, user, model, replica, route and day.
-import { html, useEffect, useMemo, useState } from "../vendor.js";
-import { get, may, query, useResource } from "../core/api.js";
-import { count, exact, money, percent, visible } from "../core/format.js";
+import { html, useMemo } from "../vendor.js";
+import { may, query, useResource } from "../core/api.js";
+import { count, exact, money, percent, time, visible } from "../core/format.js";
 import { PAGE_ROWS, usePages } from "../core/pages.js";
-import { route, setQuery } from "../core/router.js";
+import { link, route, setQuery } from "../core/router.js";
 import { useNames } from "../ui/names.js";
 import { Card, Field, Pill, Resource } from "../ui/parts.js";
 import { PrefixDoctor } from "../ui/prefix-doctor.js";
-import { Table, currentSort } from "../ui/table.js";
+import { Table, currentSort, timeColumn } from "../ui/table.js";
 
 const GROUPS = ["organisation", "project", "key", "user", "model", "replica", "route"];
 const MOST_EXPENSIVE = { key: "nano_dollars", isDescending: true };
@@ -34,7 +34,8 @@ export default function Usage() {
     <${Card} title="Cost by day" note="UTC days"><${Resource} of=${days} empty="No request ended in this time.">${({ data }) => html`<${Days} rows=${data} />`}<//><//>
     <${Card} title=${label}><${Resource} of=${report} empty="No request ended in this time. Widen the range, or remove the filter.">
       ${() => html`<${Table} label=${label} columns=${columnsFor(by, names)} rows=${rows} rowKey=${(row) => row[by] ?? ""} csv=${`usage-by-${by}.csv`} initialSort=${MOST_EXPENSIVE} pages=${may("viewer") ? pages : null} />`}<//><//>
-    ${may("viewer") ? html`<${Budgets} names=${names} /><${PrefixDoctor} model=${model} />` : null}`;
+    ${may("viewer", "gateway") ? html`<${Costs} since=${since} names=${names} />` : null}
+    ${may("viewer") ? html`<${Budgets} names=${names} /><${Outliers} names=${names} /><${PrefixDoctor} model=${model} />` : null}`;
 }
 
 function Segments({ label, value, options, set }) {
@@ -55,39 +56,45 @@ const TOTALS = [
 ];
 const columnsFor = (by, names) => [{ key: by, label: by, value: (row) => names(row[by]) || "(none)", cell: (row) => visible(names(row[by]) || "(none)") }, ...TOTALS];
 
-// Limits of cost and tokens for a calendar period, with what the ledger has for the present one.
-const USED = { nano_dollars: (row) => row.nano_dollars, tokens: (row) => row.input_tokens + row.output_tokens, input_tokens: (row) => row.input_tokens, output_tokens: (row) => row.output_tokens, requests: (row) => row.requests };
-
-function startOf(window) {
-  const now = new Date();
-  return Date.UTC(now.getUTCFullYear(), now.getUTCMonth(), window === "day" ? now.getUTCDate() : 1) / 1000;
+// What projects were billed beside the hardware that they used. Idle time is never spread over them.
+function Costs({ since, names }) {
+  const costs = useResource(query("admin/costs", { since }), 60000);
+  return html`<${Card} title="Billed and caused" note="the cost of busy replicas, divided by tokens; pools need dollars_per_hour in the fleet file"><${Resource} of=${costs} empty="No usage and no cost of hardware in this time.">
+    ${({ data }) => html`<${Table} label="Billed and caused" columns=${costColumns(names)} rows=${data} rowKey=${(row) => `${row.model} ${row.organisation} ${row.project} ${row.is_idle}`} height=${220} csv="costs.csv" initialSort=${{ key: "caused", isDescending: true }} />
+      <p class="s">Billed ${money(total(data, "billed"))}. The hardware cost ${money(total(data, "caused"))}, of it ${money(total(data.filter((row) => row.is_idle), "caused"))} without a request.</p>`}<//><//>`;
 }
 
+const total = (rows, name) => rows.reduce((sum, row) => sum + row[name], 0);
+const owner = (row, names) => (row.is_idle ? "(idle)" : names(row.project) || "(none)");
+const costColumns = (names) => [
+  { key: "project", label: "Project", value: (row) => owner(row, names), cell: (row) => visible(owner(row, names)) },
+  { key: "model", label: "Model", value: (row) => row.model, cell: (row) => visible(row.model) },
+  { key: "billed", label: "Billed", isNumber: true, value: (row) => row.billed, cell: (row) => (row.is_idle ? "" : money(row.billed)) },
+  { key: "caused", label: "Caused", isNumber: true, value: (row) => row.caused, cell: (row) => money(row.caused) },
+];
+
+// Requests that cost far more than others of their project and model.
+function Outliers({ names }) {
+  const outliers = useResource("admin/usage/outliers", 60000);
+  return html`<${Card} title="Expensive requests" note="10 times the 99th percentile of their project and model in 7 days, or more"><${Resource} of=${outliers} empty="No request of the last 7 days stands out.">
+    ${({ data }) => html`<${Table} label="Expensive requests" columns=${outlierColumns(names)} rows=${data} rowKey=${(row) => row.request} height=${220} csv="expensive-requests.csv" />`}<//><//>`;
+}
+
+const outlierColumns = (names) => [
+  timeColumn("ended_at", "Ended"),
+  { key: "request", label: "Request", value: (row) => row.request, cell: (row) => html`<a href=${link("requests", [row.request])}>${visible(row.request)}</a>` },
+  { key: "project", label: "Project", value: (row) => names(row.project) || "(none)", cell: (row) => visible(names(row.project) || "(none)") },
+  { key: "model", label: "Model", value: (row) => row.model, cell: (row) => visible(row.model) },
+  { key: "nano_dollars", label: "Cost", isNumber: true, value: (row) => row.nano_dollars, cell: (row) => money(row.nano_dollars) },
+  { key: "p99", label: "p99", isNumber: true, value: (row) => row.p99_nano_dollars, cell: (row) => money(row.p99_nano_dollars) },
+  { key: "reason", label: "Reason", value: (row) => row.reason },
+];
+
+// Limits for a calendar period, with their use in the present one.
 function Budgets({ names }) {
-  const limits = useResource("admin/limits?limit=1000");
-  const [budgets, setBudgets] = useState(null);
-  useEffect(() => {
-    if (!limits.data) return undefined;
-    const controller = new AbortController();
-    readBudgets(limits.data.data, controller.signal).then(setBudgets, () => {});
-    return () => controller.abort();
-  }, [limits.data]);
-  return html`<${Card} title="Budgets" note="limits for a day or a month, in UTC"><${Resource} of=${limits} isEmpty=${() => budgets?.length === 0} empty="No limit for a day or a month is set. Set one under Tenants and keys.">
-    ${() => (budgets ? html`<${Table} label="Budgets" columns=${budgetColumns(names)} rows=${budgets} rowKey=${(row) => row.id} height=${220} csv="budgets.csv" initialSort=${{ key: "share", isDescending: true }} />` : null)}<//><//>`;
-}
-
-async function readBudgets(limits, abort) {
-  const shown = limits.filter(({ unit, window }) => USED[unit] && (window === "day" || window === "month"));
-  const reports = new Map();
-  for (const { owner_kind: kind, window, model } of shown) {
-    const path = query("admin/usage", { group_by: kind, since: startOf(window), model });
-    if (!reports.has(path)) reports.set(path, get(path, abort));
-  }
-  return Promise.all(shown.map(async (limit) => {
-    const { data } = await reports.get(query("admin/usage", { group_by: limit.owner_kind, since: startOf(limit.window), model: limit.model }));
-    const used = data.filter((row) => row[limit.owner_kind] === limit.owner).reduce((sum, row) => sum + USED[limit.unit](row), 0);
-    return { ...limit, used };
-  }));
+  const budgets = useResource("admin/budgets", 60000);
+  return html`<${Card} title="Budgets" note="limits for a day or a month, in UTC"><${Resource} of=${budgets} empty="No limit for a day or a month is set. Set one under Tenants and keys.">
+    ${({ data }) => html`<${Table} label="Budgets" columns=${budgetColumns(names)} rows=${data} rowKey=${(row) => row.id} height=${220} csv="budgets.csv" initialSort=${{ key: "share", isDescending: true }} />`}<//><//>`;
 }
 
 const amount = (unit, value) => (unit === "nano_dollars" ? money(value) : count(value));
@@ -98,5 +105,6 @@ const budgetColumns = (names) => [
   { key: "used", label: "Used", isNumber: true, value: (row) => row.used, cell: (row) => amount(row.unit, row.used) },
   { key: "amount", label: "Limit", isNumber: true, value: (row) => row.amount, cell: (row) => amount(row.unit, row.amount) },
   { key: "left", label: "Left", isNumber: true, value: (row) => Math.max(0, row.amount - row.used), cell: (row) => amount(row.unit, Math.max(0, row.amount - row.used)) },
-  { key: "share", label: "Used of it", isNumber: true, value: (row) => row.used / Math.max(row.amount, 1), cell: (row) => html`<${Pill} kind=${row.used >= row.amount ? "bad" : row.used > 0.8 * row.amount ? "warn" : "ok"}>${percent(row.used / Math.max(row.amount, 1))}<//>` },
+  { key: "share", label: "Used of it", isNumber: true, value: (row) => row.used / Math.max(row.amount, 1), cell: (row) => html`<${Pill} kind=${row.step_percent === 100 ? "bad" : row.step_percent === 80 ? "warn" : "ok"}>${percent(row.used / Math.max(row.amount, 1))}<//>` },
+  { ...timeColumn("exhausted_at", "Used up"), cell: (row) => (row.exhausted_at ? time(row.exhausted_at, { date: true }) : "not in this period") },
 ];
