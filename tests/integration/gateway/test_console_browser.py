@@ -28,9 +28,11 @@ from tests.support.fake_upstream import UpstreamRequest, respond_500, respond_wi
 from tests.support.organisations import AdminGateway, run_admin_gateway
 from tests.support.stored_rollout import DECLARATION, NEW, POOL, StoredRollout
 
-from argosy.alerting import AlertState, ReceiverState
+from argosy.alerting import AlertState, IncidentRecords, ReceiverState
 from argosy.deployment import CacheRule, ContentRule, ReplicaRecord
 from argosy.policy.alerting import Alert
+from argosy.policy.detection import PastChange, RankedChange, Slice
+from argosy.policy.incidents import IncidentAlert, RollbackAdvice, open_incident
 from argosy.policy.reconciliation import ProblemKind, ReplicaPhase
 from argosy.policy.traffic import FeatureFlag
 from argosy.protocol import format_event
@@ -135,6 +137,83 @@ async def test_alert_is_explained_silenced_and_heard_again(
     await expect(page.get_by_text("A test notice to on-call was ordered.")).to_be_visible()
     actions = [each.action for each in admin_gateway.store.audit_log.list_entries(limit=3)]
     assert actions == ["alert.test", "alert.unsilence", "alert.silence"]
+
+
+def save_incident(gateway: AdminGateway) -> None:
+    """Record, as the controller does, an incident that began with a new version of a pool."""
+    now = time.time()
+    change = PastChange(at=now - 400, kind="rollout_state", text=f"new version {HOSTILE}")
+    found = Slice(
+        dimension="version",
+        value="new",
+        excess_share=0.98,
+        request_share=0.5,
+        share=0.3,
+        share_before=0.01,
+        share_elsewhere=0.01,
+    )
+    alert = IncidentAlert(
+        name="ObjectiveBurn",
+        severity="page",
+        labels={"model": "big"},
+        summary="The objective chat is missed",
+        description=HOSTILE,
+        runbook="noreplica",
+        started_at=now - 120,
+    )
+    opened = open_incident(1, "Chats fail", {"model": "big"}, now - 110, "argosy", onset=now - 300)
+    incident = msgspec.structs.replace(
+        opened,
+        severity="page",
+        alerts={"a": alert},
+        changes=(RankedChange(change=change, score=0.7),),
+        slices=(found,),
+        sliced_event="failed",
+        healthy=("replica a",),
+        requests=4120,
+        failed=312,
+        missing=("audit log",),
+        rollback=RollbackAdvice(
+            pool=POOL,
+            rollout=f"{POOL}-1",
+            candidate="new",
+            reasons=("The version changed 5 min before the onset.",),
+            obstacles=("Pages fire for other too.",),
+        ),
+    )
+    assert IncidentRecords(gateway.store.fleets, "demo").add(incident)
+
+
+async def test_incident_leads_from_what_is_wrong_to_the_step_that_ends_it(
+    browser: Browser, admin_gateway: AdminGateway
+) -> None:
+    StoredRollout(admin_gateway.store.fleets)
+    save_incident(admin_gateway)
+    page = await open_console(browser, admin_gateway)
+    await show_screen(page, "#/incidents", "Incidents")
+    expect = load_playwright().expect
+    await page.get_by_role("link", name="INC-1").click()
+    main = page.get_by_role("main")
+    await expect(main).to_contain_text("model big")
+    await expect(main).to_contain_text("312 of 4\u202f120 requests failed.")
+    for step in ("1 Detect", "2 Correlate", "3 Isolate", "4 Root cause", "5 Fix and prevent"):
+        await expect(page.get_by_role("heading", name=step)).to_be_visible()
+    await expect(page.get_by_role("region", name="Slices")).to_contain_text("98 %")
+    await expect(page.get_by_role("region", name="Changes")).to_contain_text(HOSTILE)
+    await expect(main).to_contain_text("Not read: audit log.")
+    dialog = page.get_by_role("dialog")
+    await page.get_by_role("button", name="Confirm the cause").click()
+    await dialog.get_by_label("What caused it").fill("bad weights")
+    await dialog.get_by_role("button", name="Confirm").click()
+    await expect(main).to_contain_text("bad weights")
+    page.on("dialog", lambda asked: asked.accept())
+    await page.get_by_role("button", name=f"Roll {POOL} back").click()
+    await expect(page.get_by_text("All users are sent back to the old version.")).to_be_visible()
+    await page.get_by_role("button", name="Close").click()
+    await dialog.get_by_role("button", name="Close").click()
+    await expect(main).to_contain_text("closed")
+    actions = {each.action for each in admin_gateway.store.audit_log.list_entries(limit=9)}
+    assert actions >= {"incident.close", "rollout.abort"}
 
 
 async def test_console_shows_moves_and_streams(
@@ -565,10 +644,15 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
     StoredRollout(admin_gateway.store.fleets).decide_once()
     save_log(admin_gateway, "a line")
     save_alerts(admin_gateway)
+    save_incident(admin_gateway)
     page = await open_console(browser, admin_gateway)
     axe = AXE.read_text()
     findings: dict[str, list[object]] = {}
-    more = {f"#/{REPLICA}": "Models and replicas", "#/tenants?tab=limits": "Tenants and keys"}
+    more = {
+        f"#/{REPLICA}": "Models and replicas",
+        "#/tenants?tab=limits": "Tenants and keys",
+        "#/incidents/1": "Incidents",
+    }
     screens = await list_screens(page) | more
     for address, title in screens.items():
         await show_screen(page, address, title)

@@ -13,6 +13,7 @@ const always = () => true;
 const SCREENS = [
   { id: "overview", title: "Overview", group: "Watch", isShown: () => may("viewer", "gateway") },
   { id: "alerts", title: "Alerts", group: "Watch", isShown: () => may("viewer", "gateway") },
+  { id: "incidents", title: "Incidents", group: "Watch", isShown: () => may("viewer", "gateway") },
   { id: "requests", title: "Requests", group: "Watch", isShown: always },
   { id: "usage", title: "Usage and cost", group: "Watch", isShown: always },
   { id: "events", title: "Events and audit", group: "Watch", isShown: () => may("viewer") },
