@@ -9,11 +9,20 @@ from typing import Any
 
 import httpx2
 from tests.support.fake_upstream import UpstreamRequest, listening
-from tests.support.gateway_processes import gateways, open_organisation
+from tests.support.gateway_processes import OrganisationAccounts, gateways, open_organisation
 from tests.support.native_upstream import NativeScript, NativeUpstream
 
-from argosy.deployment import AuthConfig, ContentRule, GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.store import StoreConfig
+from argosy.deployment import (
+    AuthConfig,
+    CascadeConfig,
+    ContentRule,
+    GatewayConfig,
+    JudgeConfig,
+    ModelConfig,
+    ReplicaConfig,
+    RouteConfig,
+)
+from argosy.store import StoreConfig, UsageRecord
 
 CARD = "4111 1111 1111 1111"
 DOMAIN = "@leak.example"
@@ -92,12 +101,15 @@ async def test_nothing_that_a_rule_removes_reaches_a_file_or_the_log(tmp_path: P
     with open_organisation(url) as accounts:
         key = accounts.key(accounts.project("shop"))
         rule = ContentRule(output={"*": "report"}, at_rest={"email": "redact", "card": "mask"})
+        cascade = CascadeConfig(judge=JudgeConfig(model="big"))
         async with listening(replica):
             config = GatewayConfig(
                 port=0,
                 models=[
-                    ModelConfig(name="big", replicas=[ReplicaConfig(url=replica.url, kind="argosy", model="m")])
+                    ModelConfig(name=name, replicas=[ReplicaConfig(url=replica.url, kind="argosy", model="m")])
+                    for name in ("big", "small")
                 ],
+                routes=[RouteConfig(model="big", target_model="small", cascade=cascade)],
                 store=StoreConfig(url=url),
                 auth=AuthConfig(mode="required"),
                 content_rules=[rule],
@@ -105,10 +117,19 @@ async def test_nothing_that_a_rule_removes_reaches_a_file_or_the_log(tmp_path: P
             )  # fmt: skip
             async with gateways(config, tmp_path) as (gateway,):
                 await send_all(gateway.url, key)
+                judged = [each.request for each in read_rows(accounts) if each.route == "judge"]
+                async with httpx2.AsyncClient(
+                    base_url=gateway.url, headers={"api-key": key}
+                ) as client:
+                    for request in judged:
+                        explained = (await client.get(f"/admin/requests/{request}")).text
+                        assert '"steps"' in explained
+                        assert CARD not in explained
+                assert judged
                 await gateway.stop()
                 log = "".join(gateway.log)
-        rows = [each for page in accounts.store.ledger.iter_records() for each in page]
-    assert sum("output card report" in each.findings for each in rows) >= 4
+        found = [each.findings for each in read_rows(accounts)]
+    assert sum("output card report" in each for each in found) >= 4
     for path in list_files(tmp_path):
         content = path.read_bytes()
         for needle in (DOMAIN, CARD):
@@ -118,6 +139,11 @@ async def test_nothing_that_a_rule_removes_reaches_a_file_or_the_log(tmp_path: P
     assert CARD not in log
     assert "[email]" in log
     assert b"**** **** **** 4242" in (tmp_path / "store.db").read_bytes()
+
+
+def read_rows(accounts: OrganisationAccounts) -> list[UsageRecord]:
+    """Return the rows of the ledger."""
+    return [each for page in accounts.store.ledger.iter_records() for each in page]
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -145,8 +171,10 @@ async def send_all(url: str, key: str) -> None:
                 assert CARD not in response.text
             elif response.status_code == 200 and "x-argosy-request" in response.headers:
                 assert CARD in response.text
-                explained = await client.get(f"/v1/requests/{response.headers['x-argosy-request']}")
-                assert CARD not in explained.text
+                explained = await client.get(
+                    f"/admin/requests/{response.headers['x-argosy-request']}"
+                )
+                assert (explained.status_code, CARD in explained.text) == (200, False)
         refused = requests[0][2] | {"messages": [{"role": "user", "content": "refuse"}]}
         assert (await client.post("/v1/chat/completions", json=refused)).status_code == 400
         stored = (await client.get("/v1/chat/completions")).json()

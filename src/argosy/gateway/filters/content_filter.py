@@ -22,7 +22,7 @@ class ContentFilter:
         """Filter the prompt, unless no rule matches. Raises ApiError if the rule refuses it."""
         session = context.content
         if session is None:
-            return False
+            return bool(context.exchange.internal_route)  # which `on_complete` then reads
         try:
             await session.filter_prompt(context.fields, context.api.text_fields)
         except BaseException:
@@ -44,6 +44,9 @@ class ContentFilter:
         """Record what was found, after filtering what explanations keep."""
         session, delivered = context.content, context.delivered
         if session is None:
+            if context.exchange.internal_route and delivered.report is not None:
+                # It repeats texts of the client, whose content rule is not known here.
+                delivered.report = delivered.report.without_content()
             return
         if delivered.report is not None:
             delivered.report = session.filter_report(delivered.report)

@@ -334,7 +334,7 @@ class CompletionHandlers:
     async def _handle_internal(
         self, route: str, exchange: HttpExchange, principal: Principal, api: ApiShape, body: bytes
     ) -> None:
-        """Handle a request of the gateway itself, to which only routes and cache rules apply. Raises as `handle`."""
+        """Handle a request of the gateway itself, to which of all rules only routes apply. Raises as `handle`."""
         exchange.internal_route = route
         await self.handle(exchange, principal, api, body)
 
@@ -350,7 +350,8 @@ class CompletionHandlers:
         is_stored = self._config.limits.redis is not None
         may_keep = context.content is None or not (is_stored and context.content.filters_storage)
         cache, semantic = self.cache, self.semantic_cache
-        has_rules = may_keep and self._models.rules[CacheRule]
+        is_internal = bool(context.exchange.internal_route)
+        has_rules = may_keep and not is_internal and self._models.rules[CacheRule]
         if cache is not None and semantic is not None and has_rules:
             rule = self._find_rule(
                 CacheRule, context.principal, context.exchange, context.fields, context.pool
