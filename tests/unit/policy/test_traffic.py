@@ -24,6 +24,7 @@ from argosy.policy.traffic import (
     choose_salt,
     clamp_share,
     heavy_tenants,
+    parse_grade,
     sticky_key,
 )
 
@@ -110,6 +111,15 @@ def test_chosen_salt_divides_heavy_users_more_evenly_than_the_first() -> None:
 )
 def test_daily_windows(window: DailyWindow, hours_open: set[int]) -> None:
     assert {hour for hour in range(48) if window.contains(THURSDAY + hour * 3600)} == hours_open
+
+
+@pytest.mark.parametrize(
+    ("answer", "grade"),
+    [("7", 0.7), ("10", 1.0), ("**8**/10", 0.8), ("Grade: 0", 0.0), ("I give it 9", None),
+     ("The result is 2 + 2", None), ("11", None), ("", None)],
+)  # fmt: skip
+def test_grades_are_numbers_and_no_sentences(answer: str, grade: float | None) -> None:
+    assert parse_grade(answer) == grade
 
 
 def test_users_are_divided_by_weight() -> None:
