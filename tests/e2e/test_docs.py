@@ -73,6 +73,9 @@ NOT_RUN = {
         "argosy up": NO_CLUSTER,
     },
     "models.md": {"argosy models pull Qwen": NO_NETWORK},
+    "quality.md": {
+        "argosy quality run support --model chat-v2": "needs two models; tests/unit/cli/test_quality.py compares them",
+    },
     "ray.md": {
         ".venv/bin/pip": NO_NETWORK,
         "ray start": "needs several machines; tests/integration/fleet starts a cluster on one",
@@ -111,6 +114,7 @@ NEED_A_SERVER = {
     "prefix-cache.md",
     "notices.md",
     "runbooks.md",
+    "quality.md",
     "upgrade-and-roll-back.md",
 }
 """Pages that begin with a server that runs."""

@@ -170,6 +170,8 @@ CASES: dict[str, EndpointCase] = {
     "end_silence": EndpointCase("operator", "gateway", id_kind="prompt", success_status=404),
     # Three callers may order tests, each once.
     "order_notice_test": OperatorCase(body=lambda _: {"receiver": "pager"}),
+    "list_golden_sets": EndpointCase("viewer", query=organisation_field),
+    "list_quality_runs": EndpointCase("viewer", query=organisation_field),
     "list_flags": EndpointCase("viewer", "gateway"),
     # The gateway declares no flags, which is the answer to callers who may switch them.
     "switch_flag": EndpointCase("operator", "gateway", id_kind="prompt", success_status=404),

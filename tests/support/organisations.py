@@ -27,6 +27,11 @@ CallerReach = Literal["gateway", "own", "other"]
 """Where a role is held: in the whole gateway, in the customer's organisation or in another one."""
 Json = dict[str, Any]
 
+RUN_RESULT = """{"model":"big","against":"small","items":160,"total_items":300,"score":0.7,"passed":112,
+"judge":"judge","judge_warning":"the judge is uncalibrated (0 labels of people)","discordant":[["<b>sum</b>",0.0,1.0]],
+"comparison":{"verdict":"worse","clusters":160,"wins":3,"losses":21,"difference":-0.1125,"lower":-0.2,"upper":-0.03,
+"margin":0.05,"worse_evidence":101.0,"not_worse_evidence":0.1,"detectable_loss":0.105}}"""
+"""Parts of the result of a run that the console shows."""
 _name_numbers = itertools.count()
 
 
@@ -120,6 +125,23 @@ class AdminGateway:
             )
         prompt = self.store.prompts.add_version(
             unique_name(), '{"text":"Be kind."}', organisation=organisation, actor="test"
+        )
+        golden_set = self.store.quality.add_version(
+            unique_name(),
+            b"{}",
+            digest=unique_name(),
+            items=300,
+            organisation=organisation,
+            actor="test",
+        )
+        self.store.quality.add_run(
+            golden_set.id,
+            model="big",
+            against="small",
+            verdict="worse",
+            score=0.7,
+            result=RUN_RESULT,
+            actor="test",
         )
         return ResourceIds(
             organisation, project, user, key["id"], limit.id, request, adapter.id, prompt.id

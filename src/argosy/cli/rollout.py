@@ -308,7 +308,7 @@ def print_rollout(report: RolloutReport, now: float, *, verbose: bool = False) -
                 + (f", {replicas.existing} exist" if replicas.existing != replicas.ready else "")
             )
         if status.check_reason:
-            _show(f"  pinned prompts: {status.check}, {status.check_reason}")
+            _show(f"  checks: {status.check}, {status.check_reason}")
         if status.error_budget is not None:
             _show(f"  error budget: {status.error_budget:.0%} left")
     for command in report.commands:

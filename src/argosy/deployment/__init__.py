@@ -52,6 +52,7 @@ from argosy.deployment.declaration.replica_command import (
 )
 from argosy.deployment.declaration.rollout_config import (
     ExpectedText,
+    GoldenSetCheck,
     PinnedMessage,
     PinnedPrompt,
     RolloutConfig,

@@ -1,6 +1,6 @@
 """Durable state in SQLite or PostgreSQL, and fast state that gateways share in memory or Redis.
 
-`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters`, `prompts`, `flags` and
+`Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters`, `prompts`, `quality`, `flags` and
 `replica_settings` change records in audited transactions, and `load_snapshot` reads all of them as one
 `AccountSnapshot` that gateways hold in memory. Its `ledger` adds, sums and rolls up usage records. Its `responses` and
 `conversations` hold the state of the Responses API, within the bounds that `stored_bytes` keeps. Its `fleets` hold
@@ -68,6 +68,7 @@ from argosy.store.ledger import (
 )
 from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
 from argosy.store.prompts import Prompts
+from argosy.store.quality import Quality
 from argosy.store.quota_backend import (
     LocalQuotaBackend,
     QuotaBackend,
@@ -105,6 +106,8 @@ from argosy.store.records import (
     PromptLabel,
     PromptName,
     PromptVersionNumber,
+    QualityRun,
+    QualitySet,
     QuotaFailureMode,
     ReplicaSetting,
     ReplicaState,

@@ -36,6 +36,8 @@ from argosy.store.records import (
     Price,
     Project,
     Prompt,
+    QualityRun,
+    QualitySet,
     ReplicaSetting,
     User,
 )
@@ -71,9 +73,14 @@ _TABLES: dict[type[AccountRecord], Table] = {
     ReplicaSetting: schema.replica_settings,
     Adapter: schema.adapters,
     Prompt: schema.prompts,
+    QualitySet: schema.quality_sets,
+    QualityRun: schema.quality_runs,
     Flag: schema.flags,
 }
 
+
+_OMITTED_FIELDS = {Key: "digest", Prompt: "content", QualityRun: "result"}
+"""Fields that the audit log does not have."""
 
 OWNER_TYPES: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
     "organisation": Organisation,
@@ -453,7 +460,7 @@ def _select_organisation(record_type: type[AccountRecord], record_id: str) -> Sc
 
 
 def _to_audit_fields(record: AccountRecord) -> dict[str, Any]:
-    """Return the record's fields for the audit log, without the id, a key's digest and a prompt's content."""
+    """Return the record's fields for the audit log, without its id and the omitted ones."""
     fields: dict[str, Any] = msgspec.to_builtins(record)
-    omitted = {"id", {Key: "digest", Prompt: "content"}.get(type(record), "id")}
+    omitted = {"id", _OMITTED_FIELDS.get(type(record), "id")}
     return {name: value for name, value in fields.items() if name not in omitted}

@@ -86,6 +86,8 @@ PromptVersionNumber = Annotated[int, Meta(ge=1, le=1_000_000)]
 SwitchState = Literal["ENABLED", "DISABLED"]
 """State of a feature flag. The default variant of a disabled one answers all requests."""
 MAX_TARGETING_BYTES = 1 << 14
+MAX_RUN_BYTES = 1 << 20
+"""Maximum size of the result of a run of a golden set as JSON."""
 MAX_PROMPT_BYTES = 1 << 18
 """Maximum size of one version of a prompt as JSON."""
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
@@ -292,6 +294,48 @@ class Prompt(AccountRecord, frozen=True, kw_only=True):
     def reference(self) -> str:
         """Name and number, such as `support@3`."""
         return f"{self.name}@{self.version}"
+
+
+class QualitySet(AccountRecord, frozen=True, kw_only=True):
+    """Version of a golden set, whose content never changes. It is kept beside the record."""
+
+    organisation: str | None = None
+    """Id of the organisation that it belongs to. None for the whole gateway."""
+    name: PromptName
+    version: PromptVersionNumber
+    """Number, unique among the versions of the same organisation and name, and never used again."""
+    digest: str
+    """SHA-256 of the content, as hexadecimal digits."""
+    items: int
+    judge: Annotated[str, Meta(max_length=200)] = ""
+    """Model that grades by rubrics. Empty for none."""
+    created_at: float
+    created_by: str
+    deleted_at: float | None = None
+
+    @property
+    def reference(self) -> str:
+        """Name and number, such as `support@3`."""
+        return f"{self.name}@{self.version}"
+
+
+class QualityRun(AccountRecord, frozen=True, kw_only=True):
+    """Result of one run of a golden set."""
+
+    organisation: str | None = None
+    quality_set: str
+    """Id of the version of the set."""
+    model: Name
+    against: Annotated[str, Meta(max_length=200)] = ""
+    """Model that it was compared with. Empty for none."""
+    verdict: Annotated[str, Meta(max_length=40)] = ""
+    """Verdict of the comparison. Empty for none."""
+    score: float
+    """Mean score of the model, from 0 to 1."""
+    result: Annotated[str, Meta(max_length=MAX_RUN_BYTES)]
+    """Figures as JSON, without prompts and answers."""
+    created_at: float
+    created_by: str
 
 
 class Flag(AccountRecord, frozen=True, kw_only=True):

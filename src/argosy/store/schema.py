@@ -48,6 +48,8 @@ from argosy.store.records import (
     Price,
     Project,
     Prompt,
+    QualityRun,
+    QualitySet,
     ReplicaSetting,
     UsageRecord,
     User,
@@ -233,6 +235,25 @@ prompts = Table(
     *_record_columns(Prompt, organisation="organisations.id", project="projects.id"),
     _list_index("prompts"),
     _list_index("prompts", "organisation"),
+)
+
+quality_sets = Table(
+    "quality_sets",
+    metadata,
+    *_record_columns(QualitySet, organisation="organisations.id"),
+    Column("content", LargeBinary),
+    _list_index("quality_sets"),
+    _list_index("quality_sets", "organisation"),
+)
+"""The content is JSON; NULL once it is deleted."""
+
+quality_runs = Table(
+    "quality_runs",
+    metadata,
+    *_record_columns(QualityRun, organisation="organisations.id", quality_set="quality_sets.id"),
+    _list_index("quality_runs"),
+    _list_index("quality_runs", "organisation"),
+    _list_index("quality_runs", "quality_set"),
 )
 
 flags = Table("flags", metadata, *_record_columns(Flag))

@@ -31,6 +31,7 @@ from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.migrations import migrate
 from argosy.store.prompts import Prompts
+from argosy.store.quality import Quality
 from argosy.store.records import AccountSnapshot
 from argosy.store.replicas import ReplicaLogStore, ReplicaSettings
 from argosy.store.response_store import ResponseStore
@@ -93,6 +94,7 @@ class Store:
         self.replica_settings = ReplicaSettings(database, clock)
         self.adapters = Adapters(database, clock)
         self.prompts = Prompts(database, clock)
+        self.quality = Quality(database, clock)
         self.flags = Flags(database, clock)
         self.audit_log = AuditLog(database)
         self.ledger = Ledger(database)

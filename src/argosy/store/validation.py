@@ -22,6 +22,8 @@ from argosy.store.records import (
     Price,
     Project,
     Prompt,
+    QualityRun,
+    QualitySet,
     ReplicaSetting,
     User,
 )
@@ -36,6 +38,8 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     ReplicaSetting: null(),
     Adapter: schema.adapters.c.organisation,
     Prompt: schema.prompts.c.organisation,
+    QualitySet: schema.quality_sets.c.organisation,
+    QualityRun: schema.quality_runs.c.organisation,
     Flag: null(),
 }
 """Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
@@ -48,6 +52,7 @@ UNIQUE_FIELDS: dict[type[AccountRecord], tuple[str, ...]] = {
     Key: ("project", "name"),
     Adapter: ("organisation", "project", "name"),
     Prompt: ("organisation", "project", "name", "version"),
+    QualitySet: ("organisation", "name", "version"),
 }
 """Fields whose combined values are unique among active records."""
 
@@ -57,6 +62,7 @@ END_FIELDS: dict[type[AccountRecord], str] = {
     User: "disabled_at",
     Key: "revoked_at",
     Prompt: "deleted_at",
+    QualitySet: "deleted_at",
 }
 """Field with the time at which a record was ended."""
 
@@ -67,6 +73,7 @@ MAX_RECORDS_PER_ORGANISATION: dict[type[AccountRecord], int] = {
     Limit: 20_000,
     Adapter: 2_000,
     Prompt: 500,
+    QualitySet: 200,
 }
 """Maximum number of active records of one organisation. Every gateway holds those of all organisations in memory."""
 
@@ -85,6 +92,13 @@ def validate_flags(flags: Sequence[str]) -> tuple[str, ...]:
     return tuple(flags)
 
 
+_NOUNS: dict[type[AccountRecord], str] = {
+    ReplicaSetting: "replica",
+    QualitySet: "golden_set",
+    QualityRun: "quality_run",
+}
+
+
 def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:
     """Conditions for records that are neither archived, disabled, revoked nor expired at `now`."""
     conditions: list[ColumnElement[bool]] = [
@@ -97,7 +111,7 @@ def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:
 
 def record_noun(record_type: type[AccountRecord]) -> str:
     """Name of a record type in messages, ids and audit actions, such as `key`."""
-    return "replica" if record_type is ReplicaSetting else record_type.__name__.lower()
+    return _NOUNS.get(record_type, record_type.__name__.lower())
 
 
 def is_active(record: AccountRecord, now: float) -> bool:
@@ -107,7 +121,7 @@ def is_active(record: AccountRecord, now: float) -> bool:
             return record.archived_at is None
         case User():
             return record.disabled_at is None
-        case Prompt():
+        case Prompt() | QualitySet():
             return record.deleted_at is None
         case Key():
             return is_key_valid(record, now) and record.replaced_by is None

@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support.fake_upstream import FakeUpstream, UpstreamRequest
 from tests.support.migrated_store import open_migrated_store
 from tests.support.usage_rows import usage_row
 
-from argosy.deployment import ExpectedText, PinnedMessage, PinnedPrompt
+from argosy.deployment import ExpectedText, GoldenSetCheck, PinnedMessage, PinnedPrompt
 from argosy.fleet.control.pinned_prompts import DEFAULT_PROMPTS, check_pinned_prompts
+from argosy.fleet.control.quality_check import check_quality
 from argosy.fleet.control.rollout_evidence import (
     BUDGET_INTERVAL_S,
     BUDGET_WINDOW_S,
@@ -25,6 +27,7 @@ from argosy.policy.rollout import CheckStatus
 CHAT = PinnedPrompt(messages=(PinnedMessage(content="Hi"),), max_tokens=8)
 PARIS = PinnedPrompt(prompt="Capital?", expect=ExpectedText(contains="Paris", regex="^The"))
 FAILED, PASSED, PENDING = CheckStatus.FAILED, CheckStatus.PASSED, CheckStatus.PENDING
+INCONCLUSIVE = CheckStatus.INCONCLUSIVE
 NOW = 1_764_230_000.0
 
 
@@ -86,6 +89,53 @@ async def test_result_follows_the_answers(
         )
     assert result.status is status, result.reason
     assert reason in result.reason
+
+
+@pytest.mark.parametrize(
+    ("answers", "check", "status", "reason"),
+    [
+        (("Yes", "Yes", "Yes"), "numbers", PASSED, "golden set numbers@1: not worse by 5 points"),
+        (("Yes", "No", "No"), "numbers@1", FAILED, "worse. Difference -100.0 points"),
+        (("Yes", "Yes", "No"), "few", FAILED, "The loss exceeds max_loss, 10 points"),
+        (("Yes", "Yes", "Yes"), "few", INCONCLUSIVE, "undecided"),
+        (("Yes", "Yes", "Yes"), "missing", INCONCLUSIVE, "the store has no such set"),
+        (("Yes", "Yes", "Yes"), "judged", INCONCLUSIVE, "a judge does not gate a rollout"),
+        (("Yes", 0, 0), "few", PENDING, "golden set few: "),
+        (("Yes", 404, 404), "few", PENDING, "status 404"),
+        (("Yes", "No", "No"), None, PASSED, ""),
+    ],
+)
+async def test_golden_sets_compare_both_versions(
+    answers: tuple[str | int, ...],
+    check: str | None,
+    status: CheckStatus,
+    reason: str,
+    tmp_path: Path,
+) -> None:
+    checks = [] if check is None else [GoldenSetCheck(set=check, max_loss=0.1)]
+    with closing(open_migrated_store(f"sqlite:///{tmp_path}/store.db")) as store:
+        for name, count in (("numbers", 130), ("few", 4), ("judged", 1)):
+            assertion = {"type": "equals", "value": "Yes"}
+            if name == "judged":
+                assertion["type"] = "llm-rubric"
+            items = [
+                {
+                    "id": str(number),
+                    "messages": [{"role": "user", "content": str(number)}],
+                    "assertions": [assertion],
+                }
+                for number in range(count)
+            ]
+            content = msgspec.json.encode({"items": items})
+            store.quality.add_version(name, content, digest=name, items=count, actor="test")
+        async with serve_answers(*answers) as (stable, *candidates):
+            urls = [server.url for server in candidates]
+            result = await check_quality(store.quality, checks, stable.url, urls, "chat")
+            none = await check_quality(store.quality, checks, None, urls, "chat")
+        tiers = {request.headers["x-argosy-tier"] for request in stable.requests}
+    assert (result.status, tiers - {"2"}) == (status, set()), result.reason
+    assert reason in result.reason
+    assert none.status is (PENDING if checks else PASSED)
 
 
 async def test_requests_are_reproducible() -> None:

@@ -92,6 +92,17 @@ async def test_worse_version_is_rolled_back(fleet: RolloutFleet) -> None:
     assert fleet.rollouts.verdict_on(digest_of("v2")) is not None
 
 
+async def test_golden_set_without_evidence_waits_for_a_person(fleet: RolloutFleet) -> None:
+    await fleet.deploy()
+    watch_floor(fleet)
+    fleet.apply(declare("v2", rollout=PLAN | {"quality": [{"set": "support"}]}))
+    await fleet.until_states("checking", "inconclusive")
+    assert "golden set support: the store has no such set" in fleet.record.reason
+    assert not fleet.route.share_of(digest_of("v2"))
+    fleet.command(CommandKind.RESUME, force=True, reason="there is no set yet")
+    await fleet.until_state(RolloutState.DONE)
+
+
 async def test_version_that_crashes_again_and_again_is_rolled_back(fleet: RolloutFleet) -> None:
     await fleet.start_rollout(auto_promote=False)
     for _ in range(3):

@@ -648,10 +648,12 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
     page = await open_console(browser, admin_gateway)
     axe = AXE.read_text()
     findings: dict[str, list[object]] = {}
+    (run,) = admin_gateway.store.quality.list_runs()
     more = {
         f"#/{REPLICA}": "Models and replicas",
         "#/tenants?tab=limits": "Tenants and keys",
         "#/incidents/1": "Incidents",
+        f"#/quality/{run.id}": "Quality",
     }
     screens = await list_screens(page) | more
     for address, title in screens.items():

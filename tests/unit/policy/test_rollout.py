@@ -112,6 +112,18 @@ def test_failed_check_rolls_back_before_any_traffic() -> None:
     assert pool.ready("v2") == 0
 
 
+def test_inconclusive_check_waits_for_a_person() -> None:
+    pool = bring_to(RolloutState.CHECKING)
+    pool.check = CheckStatus.INCONCLUSIVE
+    pool.run(10.0)
+    assert pool.state is RolloutState.INCONCLUSIVE
+    pool.tick(command(CommandKind.RESUME))
+    assert pool.state is RolloutState.INCONCLUSIVE
+    assert {*pool.shares} == {0.0}
+    pool.tick(command(CommandKind.RESUME, force=True, reason="the set is too small"))
+    pool.run_until(RolloutState.DONE)
+
+
 def test_gateway_rolls_back_without_the_controller() -> None:
     pool = bring_to(RolloutState.SOAKING)
     pool.run(10.0)

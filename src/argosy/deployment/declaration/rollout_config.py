@@ -97,6 +97,17 @@ class PinnedPrompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("a pinned prompt needs either `prompt` or `messages`")
 
 
+class GoldenSetCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Golden set of the store on which the new version must not be worse than the stable one."""
+
+    set: ByOperator[Annotated[str, Meta(min_length=1, max_length=200, examples=["support@3"])]]
+    """`NAME` of a set of the whole gateway (its latest version), `NAME@NUMBER`, or the id of any version."""
+    margin: ByOperator[Annotated[float, Meta(ge=0.001, lt=1)]] = 0.05
+    """Loss of mean score that counts as none. The rollout goes on with evidence that the loss is smaller."""
+    max_loss: ByOperator[Annotated[float, Meta(gt=0, le=1)] | None] = None
+    """Measured loss of mean score above which the version is rolled back even without enough evidence."""
+
+
 class MetricConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one metric, as ratios of the rates of bad events of the new and the stable version."""
 
@@ -158,6 +169,9 @@ class RolloutConfig(RolloutSettings, frozen=True, kw_only=True, forbid_unknown_f
     prompts: ByOperator[tuple[PinnedPrompt, ...] | None] = None
     """Requests that the new version must answer before it gets traffic. None for three built-in ones, `[]` for no
     check."""
+    quality: ByOperator[Annotated[tuple[GoldenSetCheck, ...], Meta(max_length=10)]] = ()
+    """Golden sets that replicas of both versions answer after the pinned prompts. Evidence of a loss rolls the new
+    version back. Without enough evidence the rollout is inconclusive. See also `check_timeout_s`."""
 
     def build_plan(self, *, has_objectives: bool) -> RolloutPlan:
         """Return the plan.

@@ -24,6 +24,7 @@ from argosy.fleet.control.pinned_prompts import (
     PinnedPromptCheck,
     check_pinned_prompts,
 )
+from argosy.fleet.control.quality_check import check_quality
 from argosy.fleet.control.rollout_evidence import (
     ErrorBudgetReader,
     OutcomePoller,
@@ -295,10 +296,10 @@ class PoolRollout:
         evidence.encode()
 
     def _run_check(self, snapshot: PoolSnapshot) -> None:
-        """Send the pinned prompts to a candidate that waits for them."""
+        """Send the pinned prompts and the golden sets to a candidate that waits for them."""
         declared, pool, record = snapshot.declared, snapshot.pool, self.record
-        if record is None or record.has_ended:
-            self.check.cancel()
+        if record is None or record.has_ended or record.state is RolloutState.INCONCLUSIVE:
+            self.check.cancel()  # after an inconclusive one it is repeated when a person resumes
         if record is None or record.state is not RolloutState.CHECKING or pool.rollout is None:
             return
         names = {
@@ -311,16 +312,23 @@ class PoolRollout:
             for digest in (record.stable, record.candidate)
         }
         records = self._means.journal.records.replicas
-        send = partial(
-            check_pinned_prompts,
-            next((records[name].url for name in names[record.stable]), None),
-            [records[name].url for name in names[record.candidate]],
-            pool.model,
-            pool.rollout.prompts,
-            same_weights=self._have_same_weights(
-                declared, record, [*names[record.stable], *names[record.candidate]]
-            ),
+        stable_url = next((records[name].url for name in names[record.stable]), None)
+        candidate_urls = [records[name].url for name in names[record.candidate]]
+        rollout, quality = pool.rollout, self._means.journal.store.quality
+        same_weights = self._have_same_weights(
+            declared, record, [*names[record.stable], *names[record.candidate]]
         )
+
+        async def send() -> CheckResult:
+            result = await check_pinned_prompts(
+                stable_url, candidate_urls, pool.model, rollout.prompts, same_weights=same_weights
+            )
+            if result.status is CheckStatus.PASSED:
+                return await check_quality(
+                    quality, rollout.quality, stable_url, candidate_urls, pool.model
+                )
+            return result
+
         self.check.run(record.id, send)
 
     def _have_same_weights(

@@ -53,7 +53,7 @@ def observe_version(
         serving=len(serving),
         ready=sum(is_ready(each, requires_warm_up=requires_warm_up) for each in replicas),
         check=check.status,
-        check_reason=check.reason if check.status is CheckStatus.FAILED else "",
+        check_reason="" if check.status is CheckStatus.PENDING else check.reason,
         failure=failure,
     )
 

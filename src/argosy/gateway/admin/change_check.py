@@ -15,6 +15,8 @@ from argosy.store import (
     Price,
     Project,
     Prompt,
+    QualityRun,
+    QualitySet,
     ReplicaSetting,
     User,
     is_key_valid,
@@ -46,7 +48,7 @@ def check_change(
             case Limit():
                 if record.owner_kind == "organisation" or record.unit == "stored_bytes":
                     check_role(principal, "operator", "gateway")
-            case Adapter() | Prompt():
+            case Adapter() | Prompt() | QualitySet() | QualityRun():
                 check_role(
                     principal, "operator", "organisation" if record.organisation else "gateway"
                 )

@@ -36,6 +36,7 @@ from argosy.store import (
     Ledger,
     LimitsAndPrices,
     Prompts,
+    Quality,
     Role,
     RoleScope,
     Store,
@@ -210,6 +211,11 @@ class AdminScope:
     def prompts(self) -> Prompts:
         """The store's registry of prompts."""
         return self._store.prompts.for_organisation(self.organisation_id, self.check)
+
+    @property
+    def quality(self) -> Quality:
+        """The store's golden sets and their runs."""
+        return self._store.quality.for_organisation(self.organisation_id, self.check)
 
     @property
     def flags(self) -> Flags:

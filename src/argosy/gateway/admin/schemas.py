@@ -38,6 +38,7 @@ from argosy.store import (
     Project,
     PromptLabel,
     PromptName,
+    QualitySet,
     QuotaFailureMode,
     RecordOrder,
     Role,
@@ -130,6 +131,32 @@ class CheckedPromptView(PromptView, frozen=True, kw_only=True, tag_field="object
     """Variables that keep fixed text from being found in the KV cache, one sentence each."""
 
 
+class QualitySetView(QualitySet, frozen=True, kw_only=True, tag_field="object", tag="golden_set"):
+    """Version of a golden set."""
+
+
+class QualityRunView(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="quality_run"
+):
+    """Result of a run of a golden set."""
+
+    id: str
+    organisation: str | None
+    quality_set: str
+    """Id of the version of the set."""
+    model: str
+    against: str
+    """Model that it was compared with. Empty for none."""
+    verdict: str
+    """`worse`, `not_worse` or `undecided`. Empty without a comparison."""
+    score: float
+    """Mean score of the model, from 0 to 1."""
+    result: msgspec.Raw
+    """Figures of the run, as `argosy quality run --json` prints them."""
+    created_at: float
+    created_by: str
+
+
 class RenderedPromptView(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="prompt.rendered"
 ):
@@ -180,7 +207,18 @@ class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="ke
     """Plain key, which only this response contains."""
 
 
-ListedRecord = Organisation | Project | User | KeyInfo | Limit | Price | Adapter | PromptView
+ListedRecord = (
+    Organisation
+    | Project
+    | User
+    | KeyInfo
+    | Limit
+    | Price
+    | Adapter
+    | PromptView
+    | QualitySet
+    | QualityRunView
+)
 V = TypeVar(
     "V",
     OrganisationView,
@@ -191,6 +229,8 @@ V = TypeVar(
     PriceView,
     AdapterView,
     PromptView,
+    QualitySetView,
+    QualityRunView,
 )
 
 

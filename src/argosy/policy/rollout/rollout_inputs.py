@@ -53,11 +53,13 @@ def order_commands(commands: Sequence[RolloutCommand]) -> list[RolloutCommand]:
 
 
 class CheckStatus(enum.StrEnum):
-    """Result of the pinned prompts of a version."""
+    """Result of the pinned prompts and golden sets of a version."""
 
     PENDING = "pending"
     PASSED = "passed"
     FAILED = "failed"
+    INCONCLUSIVE = "inconclusive"
+    """A golden set has not enough evidence."""
 
 
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,7 +66,7 @@ class RolloutSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: ByOperator[Seconds] = 1800.0
     """Longest time until the first replicas are warm."""
     check_timeout_s: ByOperator[Seconds] = 600.0
-    """Longest time for the pinned prompts."""
+    """Longest time for the pinned prompts and the golden sets."""
     min_step_s: ByOperator[Annotated[float, Meta(ge=0, le=31_536_000)]] = 120.0
     """Shortest time of a step. It lasts at least two of the longest requests."""
     max_step_s: ByOperator[Seconds] = 86_400.0
@@ -170,7 +170,7 @@ class RolloutState(enum.StrEnum):
     WARMING = "warming"
     """They answer their warm-up requests."""
     CHECKING = "checking"
-    """They answer the pinned prompts. The candidate has no traffic before."""
+    """They answer the pinned prompts and the golden sets. The candidate has no traffic before."""
     STEP = "step"
     """Both versions have traffic, or the candidate has shadow traffic."""
     SOAKING = "soaking"
@@ -204,7 +204,7 @@ class RollbackCause(enum.StrEnum):
     GATE = "gate"
     """The candidate is worse than the stable version."""
     CHECK = "check"
-    """A pinned prompt had another answer."""
+    """A pinned prompt had another answer, or the answers to a golden set are worse."""
     FAILURE = "failure"
     """Its replicas do not start or do not stay up."""
     ROUTE = "route"

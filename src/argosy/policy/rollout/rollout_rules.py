@@ -71,6 +71,10 @@ def find_pause(record: RolloutRecord, observation: RolloutObservation, now: floa
     plan = record.plan
     if record.state is not RolloutState.PLANNED and is_budget_spent(record, observation):
         return Change(RolloutState.PAUSED, _budget_reason(record, observation))
+    candidate = observation.status(record.candidate)
+    is_undecided = candidate.check is CheckStatus.INCONCLUSIVE and not record.is_forced
+    if record.state is RolloutState.CHECKING and is_undecided:
+        return Change(RolloutState.INCONCLUSIVE, candidate.check_reason)
     elapsed_s = now - record.state_since
     if record.state is RolloutState.CHECKING and elapsed_s >= plan.check_timeout_s:
         reason = f"the pinned prompts have no result after {plan.check_timeout_s:g} s"
@@ -128,9 +132,13 @@ def find_progress(
                     RolloutState.CHECKING, f"{first} replica{' is' if first == 1 else 's are'} warm"
                 )
         case RolloutState.CHECKING:
-            if candidate.check is CheckStatus.PASSED:
+            # An inconclusive check gets here if a person has decided to go on.
+            if candidate.check in {CheckStatus.PASSED, CheckStatus.INCONCLUSIVE}:
                 state = RolloutState.STEP if plan.steps else RolloutState.SOAKING
-                return Change(state, "the pinned prompts have passed", step=0)
+                reason = "the pinned prompts have passed"
+                if candidate.check_reason:
+                    reason = f"{reason}; {candidate.check_reason}"
+                return Change(state, reason, step=0)
         case RolloutState.STEP | RolloutState.SOAKING:
             if plan.auto_promote and not record.is_endless:
                 blocker = promotion_blocker(record, observation, verdict, now)

@@ -17,6 +17,7 @@ const SCREENS = [
   { id: "requests", title: "Requests", group: "Watch", isShown: always },
   { id: "usage", title: "Usage and cost", group: "Watch", isShown: always },
   { id: "events", title: "Events and audit", group: "Watch", isShown: () => may("viewer") },
+  { id: "quality", title: "Quality", group: "Watch", isShown: () => may("viewer") },
   { id: "playground", title: "Playground", group: "Use", isShown: always },
   { id: "learn", title: "Learn", group: "Use", isShown: always },
   { id: "models", title: "Models and replicas", group: "Run", isShown: () => may("viewer", "gateway") },

@@ -109,7 +109,7 @@ export function RunningRollouts({ fleet }) {
 function Notes({ rollout: { commands, status, rollouts: { verdicts } } }) {
   const { check = "pending", check_reason: checkReason = "", error_budget: errorBudget = null, refusals = [] } = status ?? {};
   const notes = [
-    check !== "pending" || checkReason ? `Pinned prompts: ${check}${checkReason ? `, ${checkReason}` : ""}.` : "",
+    check !== "pending" || checkReason ? `Checks: ${check}${checkReason ? `, ${checkReason}` : ""}.` : "",
     errorBudget === null ? "" : `${percent(errorBudget)} of the error budget is left.`,
     ...commands.map(({ kind, by }) => `Waits for a controller: ${kind} by ${by}.`),
     ...refusals.map((refusal) => `Refused: ${refusal}.`),

@@ -1,0 +1,85 @@
+// Quality: golden sets, their runs, and the comparison of one run with its interval and the items that differ.
+import { html } from "../vendor.js";
+import { useResource } from "../core/api.js";
+import { exact, percent, time, visible } from "../core/format.js";
+import { link, route } from "../core/router.js";
+import { useNames } from "../ui/names.js";
+import { Card, Name, Pill, Resource } from "../ui/parts.js";
+import { Table, timeColumn } from "../ui/table.js";
+
+const VERDICTS = { worse: ["bad", "Worse"], not_worse: ["ok", "Not worse"], undecided: ["warn", "Undecided"] };
+const points = (value) => `${value > 0 ? "+" : ""}${(100 * value).toFixed(1)} points`;
+
+const Verdict = ({ value }) => (VERDICTS[value] ? html`<${Pill} kind=${VERDICTS[value][0]}>${VERDICTS[value][1]}<//>` : "not compared");
+
+export default function Quality() {
+  const sets = useResource("admin/quality/sets?limit=1000", 30000);
+  const runs = useResource("admin/quality/runs?limit=1000", 10000);
+  const nameOf = useNames();
+  const setOf = new Map((sets.data?.data ?? []).map((each) => [each.id, `${each.name}@${each.version}`]));
+  const chosen = (runs.data?.data ?? []).find(({ id }) => id === route.value.parts[0]);
+  const nameOfSet = ({ quality_set: id }) => setOf.get(id) ?? id;
+  return html`${chosen ? html`<${Comparison} run=${chosen} set=${nameOfSet(chosen)} />` : null}
+    <${Card} title="Runs" note="the latest first"><${Resource} of=${runs} empty="No golden set was run yet: argosy quality run SET --model MODEL --against OTHER.">
+      ${({ data }) => html`<${Table} label="Runs" columns=${listRunColumns(nameOfSet)} rows=${[...data].reverse()} rowKey=${(row) => row.id} height=${320} csv="quality-runs.csv" />`}<//><//>
+    <${Card} title="Golden sets" note="requests with assertions about their answers"><${Resource} of=${sets} empty="There are no golden sets: argosy quality import NAME FILE.">
+      ${({ data }) => html`<${Table} label="Golden sets" columns=${listSetColumns(nameOf)} rows=${[...data].reverse()} rowKey=${(row) => row.id} height=${320} csv="golden-sets.csv" />`}<//><//>`;
+}
+
+// The difference of both models: what was found, how sure it is, and what the set could not have seen.
+function Comparison({ run, set }) {
+  const { comparison, discordant, items, total_items: total, passed, judge, judge_warning: warning } = run.result;
+  const facts = [
+    ["Model", html`<${Name} value=${run.model} />`], ["Golden set", html`<${Name} value=${set} />`],
+    ["Mean score", `${run.score.toFixed(3)}, ${exact(passed)} of ${exact(items)} items pass`],
+    ["Answered", items < total ? `${exact(items)} of ${exact(total)} items, then the evidence sufficed` : `all ${exact(total)} items`],
+    ...(judge ? [["Judge", html`<${Name} value=${judge} />${warning ? ` Do not decide by it alone: ${visible(warning)}.` : ""}`]] : []),
+    ...(comparison ? [
+      ["Compared with", html`<${Name} value=${run.against} />`],
+      ["Difference", `${points(comparison.difference)}, 95 % interval from ${points(comparison.lower)} to ${points(comparison.upper)}`],
+      ["Differing items", `${exact(comparison.wins)} better, ${exact(comparison.losses)} worse, of ${exact(comparison.clusters)} independent ones`],
+      ["Margin", percent(comparison.margin)],
+      ["Detectable loss", comparison.detectable_loss === null ? "none" : percent(comparison.detectable_loss)],
+    ] : []),
+  ];
+  return html`<${Card} title="Comparison" note=${`${time(run.created_at, { date: true })}, by ${visible(run.created_by)}`} actions=${html`<${Verdict} value=${run.verdict} />`}>
+    ${comparison ? html`<${Interval} comparison=${comparison} />` : null}
+    <dl class="facts">${facts.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value}</dd>`)}</dl>
+    ${discordant.length ? html`<${Table} label="Items that differ" columns=${PAIR_COLUMNS} rows=${discordant} rowKey=${([item]) => item} height=${240} csv="discordant-items.csv" />` : null}<//>`;
+}
+
+// The interval on a line from a loss of all points to a gain of all, with marks at no difference and at the margin.
+function Interval({ comparison: { lower, upper, difference, margin } }) {
+  const at = (value) => 50 + 50 * value;
+  const label = `Difference ${points(difference)}, interval from ${points(lower)} to ${points(upper)}, margin ${points(-margin)}`;
+  return html`<svg class="interval" viewBox="0 0 100 14" preserveAspectRatio="none" role="img" aria-label=${label}>
+    <line x1="0" x2="100" y1="7" y2="7" /><line x1="50" x2="50" y1="0" y2="14" /><line class="margin" x1=${at(-margin)} x2=${at(-margin)} y1="0" y2="14" />
+    <rect x=${at(lower)} width=${Math.max(0.5, at(upper) - at(lower))} y="4" height="6" /><rect class="mean" x=${at(difference) - 0.3} width="0.6" y="1" height="12" /></svg>`;
+}
+
+const PAIR_COLUMNS = [
+  { key: "item", label: "Item", value: ([item]) => item, cell: ([item]) => html`<${Name} value=${item} />` },
+  { key: "model", label: "Model", isNumber: true, value: (row) => row[1] },
+  { key: "against", label: "Other", isNumber: true, value: (row) => row[2] },
+  { key: "difference", label: "Difference", isNumber: true, value: (row) => row[1] - row[2], cell: (row) => points(row[1] - row[2]) },
+];
+
+const listRunColumns = (nameOfSet) => [
+  timeColumn("created_at", "Time"),
+  { key: "set", label: "Golden set", value: nameOfSet, cell: (row) => html`<a href=${link("quality", [row.id])}>${visible(nameOfSet(row))}</a>` },
+  { key: "model", label: "Model", value: (row) => visible(row.model) },
+  { key: "against", label: "Against", value: (row) => visible(row.against) },
+  { key: "verdict", label: "Verdict", value: (row) => row.verdict, cell: (row) => html`<${Verdict} value=${row.verdict} />` },
+  { key: "score", label: "Score", isNumber: true, value: (row) => row.score, cell: (row) => row.score.toFixed(3) },
+  { key: "by", label: "By", value: (row) => visible(row.created_by) },
+];
+
+const listSetColumns = (nameOf) => [
+  { key: "name", label: "Golden set", value: (row) => visible(row.name) },
+  { key: "version", label: "Version", isNumber: true, value: (row) => row.version },
+  { key: "items", label: "Items", isNumber: true, value: (row) => row.items, cell: (row) => exact(row.items) },
+  { key: "judge", label: "Judge", value: (row) => visible(row.judge) },
+  { key: "owner", label: "Owner", value: (row) => (row.organisation ? visible(nameOf(row.organisation)) : "all") },
+  timeColumn("created_at", "Added"),
+  { key: "by", label: "By", value: (row) => visible(row.created_by) },
+];

@@ -1,0 +1,165 @@
+"""Grades of answers by assertions that need no judge."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TypeAlias
+
+import msgspec
+
+from argosy.constraints import OutputConstraint, validate_document
+from argosy.quality.golden_set import Assertion, compile_pattern
+
+_REFUSAL = re.compile(
+    r"^\W*(?:i(?:'m| am) (?:sorry|unable|not able|not allowed)|sorry\b|i apologi[sz]e"
+    r"|(?:as an ai|i)\b.{0,40}\b(?:cannot|can't|can not|won't|will not|must decline))",
+    re.IGNORECASE | re.DOTALL,
+)
+Schema: TypeAlias = dict[str, object] | bool
+_PASSING = 0.5
+_MAX_SHOWN = 200
+"""Characters of an expected text in a reason."""
+_MAX_SCANNED = 64
+"""Places of an answer where a JSON document may begin."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a model to one request."""
+
+    text: str = ""
+    tool_calls: list[dict[str, object]] = []
+    refusal: str = ""
+    fingerprint: str = ""
+    """`system_fingerprint` of the response: equal values mean the same weights and arithmetic. Empty if unknown."""
+    latency_ms: float = 0.0
+    error: str = ""
+    """Why there is no answer. Empty if there is one."""
+    is_cached: bool = False
+
+
+class Grade(msgspec.Struct, frozen=True, kw_only=True):
+    """Score of an answer by one assertion, from 0 to 1."""
+
+    assertion: str
+    score: float
+    reason: str = ""
+    metric: str = ""
+    weight: float = 1.0
+    passing: float = _PASSING
+    """Smallest score that passes."""
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the score passes."""
+        return self.score >= self.passing
+
+
+def grade_answer(assertion: Assertion, answer: Answer) -> Grade:
+    """Grade an answer by an assertion other than a rubric. A request that failed meets none, negated or not."""
+    if answer.error:
+        problem = answer.error
+    else:
+        problem = _find_problem(assertion, answer)
+        if assertion.is_negated:
+            problem = "" if problem else f"the answer meets {assertion.type}"
+    return make_grade(assertion, 0.0 if problem else 1.0, problem)
+
+
+def make_grade(assertion: Assertion, score: float, reason: str) -> Grade:
+    """Return the grade of an assertion."""
+    return Grade(
+        assertion=assertion.name,
+        score=score,
+        reason=reason,
+        metric=assertion.metric,
+        weight=assertion.weight,
+        passing=_PASSING if assertion.type != "llm-rubric" else assertion.threshold or _PASSING,
+    )
+
+
+def mean_score(grades: list[Grade]) -> float:
+    """Return the weighted mean of scores; 1 if no grade has a weight."""
+    total = sum(each.weight for each in grades)
+    return sum(each.weight * each.score for each in grades) / total if total else 1.0
+
+
+def _find_problem(assertion: Assertion, answer: Answer) -> str:
+    """Return why an answer does not meet an assertion without its negation; empty if it does."""
+    text, value = answer.text, assertion.value
+    match assertion.type:
+        case "is-json" | "contains-json":
+            return _find_json_problem(text, value, is_whole=assertion.type == "is-json")
+        case "is-valid-openai-tools-call":
+            return _find_call_problem(answer)
+        case "latency":
+            return (
+                ""
+                if answer.latency_ms <= (assertion.threshold or 0.0)
+                else f"it took {answer.latency_ms:.0f} ms"
+            )
+        case "is-refusal":
+            is_met = bool(answer.refusal or _REFUSAL.match(text))
+        case "regex":
+            is_met = compile_pattern(value).search(_repair(text)) is not None
+        case "equals":
+            is_met = text.strip() == value.strip()
+        case "starts-with":
+            is_met = text.startswith(value)
+        case _:
+            is_met = _contains(assertion, text)
+    if is_met:
+        return ""
+    return "it is no refusal" if value is None else f"expected {str(value)[:_MAX_SHOWN]!r}"
+
+
+def _contains(assertion: Assertion, text: str) -> bool:
+    wanted = assertion.value if isinstance(assertion.value, list) else [assertion.value]
+    if assertion.type.startswith("icontains"):
+        text, wanted = text.casefold(), [each.casefold() for each in wanted]
+    combine = all if assertion.type.endswith("-all") else any
+    return combine(each in text for each in wanted)
+
+
+def _find_json_problem(text: str, schema: Schema | None, *, is_whole: bool) -> str:
+    if is_whole:
+        return _check_document(text, schema)
+    decoder, problem = json.JSONDecoder(), "the answer contains no JSON object or list"
+    starts = [match.start() for match in re.finditer(r"[\[{]", text)][:_MAX_SCANNED]
+    for start in starts:
+        try:
+            _, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        problem = _check_document(text[start:end], schema)
+        if not problem:
+            return ""
+    return problem
+
+
+def _check_document(text: str, schema: Schema | None) -> str:
+    constraint = OutputConstraint(
+        kind="json_schema", param="", grammars=(), schema=True if schema is None else schema
+    )
+    return validate_document(constraint, text) or ""
+
+
+def _find_call_problem(answer: Answer) -> str:
+    if not answer.tool_calls:
+        return "the answer calls no tool"
+    for call in answer.tool_calls:
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return "a call names no function"
+        try:
+            arguments = json.loads(str(function.get("arguments")))
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return f"the arguments of {function['name']!r} are no JSON object"
+    return ""
+
+
+def _repair(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which RE2 does not accept."""
+    return text.encode(errors="replace").decode()

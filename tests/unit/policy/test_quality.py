@@ -1,0 +1,102 @@
+"""Paired comparisons: their error rates, their power, their intervals, and the calibration of judges."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from argosy.policy.quality import (
+    PairedComparison,
+    QualityComparison,
+    QualityVerdict,
+    calibrate_judge,
+)
+from argosy.policy.quality.paired_comparison import find_detectable_loss
+from argosy.policy.rollout.race import mean_evidence, regression_factors
+
+
+def compare(
+    random: Random, items: int, losses: float, wins: float, margin: float = 0.05
+) -> tuple[QualityComparison, int]:
+    """Return the comparison of one simulated set, which stops at a verdict, and the number of items it needed."""
+    comparison = PairedComparison(margin)
+    for _ in range(items):
+        draw = random.random()
+        comparison.add([-1.0 if draw < losses else 1.0 if draw < losses + wins else 0.0])
+        if comparison.verdict is not QualityVerdict.UNDECIDED:
+            break
+    summary = comparison.summarize()
+    return summary, summary.clusters
+
+
+def test_identical_models_are_hardly_ever_worse() -> None:
+    random = Random(1)
+    verdicts = [compare(random, 100, 0.1, 0.1)[0].verdict for _ in range(1000)]
+    assert verdicts.count(QualityVerdict.WORSE) <= 10
+
+
+def test_a_loss_of_ten_points_on_300_items_is_found_early() -> None:
+    random = Random(2)
+    found = [compare(random, 300, 0.125, 0.025) for _ in range(200)]
+    worse = [used for each, used in found if each.verdict is QualityVerdict.WORSE]
+    assert len(worse) >= 180
+    assert sum(worse) / len(worse) < 200
+
+
+def test_a_loss_of_the_margin_is_hardly_ever_excluded_and_equality_is_found() -> None:
+    random = Random(3)
+    lossy = [compare(random, 300, 0.1, 0.05)[0].verdict for _ in range(200)]
+    assert lossy.count(QualityVerdict.NOT_WORSE) <= 10
+    assert compare(random, 300, 0.0, 0.0)[0].verdict is QualityVerdict.NOT_WORSE
+
+
+def test_intervals_contain_the_true_difference() -> None:
+    random = Random(4)
+    hits = 0
+    for _ in range(100):
+        comparison = PairedComparison(0.05)
+        for _ in range(100):
+            comparison.add([random.choice((-1.0, -0.5, 0.0, 0.25, 0.75))])
+        summary = comparison.summarize()
+        assert summary.lower <= summary.difference <= summary.upper
+        hits += summary.lower <= -0.1 <= summary.upper
+    assert hits >= 95
+
+
+def test_binary_scores_are_the_race_with_equal_shares() -> None:
+    comparison = PairedComparison(0.05)
+    for difference in [-1.0] * 12 + [0.0] * 30 + [1.0] * 3:
+        comparison.add([difference])
+    ratios = [(1 + stake) / (1 - stake) for stake in (0.1, 0.25, 0.45, 0.7)]
+    expected = mean_evidence(regression_factors(0.5, ratios, 1.0, 12, 3))
+    assert comparison.summarize().worse_evidence == pytest.approx(expected)
+
+
+def test_clusters_count_once_and_small_sets_name_what_they_cannot_see() -> None:
+    comparison = PairedComparison(0.05)
+    for _ in range(5):
+        comparison.add([-1.0] * 20)
+    assert comparison.verdict is QualityVerdict.UNDECIDED
+    assert comparison.summarize().losses == 5
+    summary = PairedComparison(0.05).summarize()
+    assert (summary.clusters, summary.difference, summary.detectable_loss) == (0, 0.0, None)
+    assert (summary.lower, summary.upper) == (-1.0, 1.0)
+    hundred = find_detectable_loss(100, 10)
+    assert hundred is not None
+    assert hundred > 0.05
+    thousand = find_detectable_loss(1000, 100)
+    assert thousand is not None
+    assert thousand < hundred
+
+
+def test_judges_are_calibrated_by_labels_of_people() -> None:
+    # The judge passes everything that people pass, and a quarter of the rest.
+    labelled = [(1.0, 1.0)] * 30 + [(1.0, 0.0)] * 10 + [(0.0, 0.0)] * 30
+    calibration = calibrate_judge(labelled, [1.0] * 60 + [0.0] * 40)
+    assert calibration.is_calibrated
+    assert calibration.kappa == pytest.approx(0.72, abs=0.01)
+    assert calibration.corrected_mean == pytest.approx(0.6 - 10 / 70, abs=1e-6)
+    assert calibration.lower < 0.6 - 10 / 70 < calibration.upper < 0.6
+    assert not calibrate_judge(labelled[:49], [1.0]).is_calibrated
+    assert calibrate_judge([(1.0, 1.0)] * 60, [1.0]).kappa is None
