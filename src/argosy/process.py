@@ -34,6 +34,7 @@ MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket in bytes (unix(7))."""
 RESERVED_DESCRIPTORS = 48
 """Descriptors that a server needs besides client connections, for files, its event loop and other connections."""
+_PR_SET_PDEATHSIG = 1
 STDERR_FD = 2
 """Descriptor of standard error."""
 ATOMIC_WRITE_BYTES = select.PIPE_BUF
@@ -82,6 +83,18 @@ def format_os_error(error: OSError) -> str:
     """Return the error's reason for a message, with the file name if there is one."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def kill_with_parent(parent_pid: int | None = None) -> None:
+    """Let Linux kill this process when its parent exits; elsewhere do nothing.
+
+    Args:
+        parent_pid: The parent; this process exits if it has another one by now.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent_pid not in {None, os.getppid()}:
+            os._exit(1)
 
 
 def create_socket_folder(prefix: str, max_name_bytes: int) -> Path:

@@ -12,6 +12,7 @@ from argosy.cli import (
     adapters,
     alerts,
     audit,
+    batch,
     bench,
     build_native,
     cache,
@@ -105,7 +106,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "drift": incidents.drift,
         "render": render.app,
     },
-    "Requests": {"chat": chat.chat, "embed": embed.embed},
+    "Requests": {"chat": chat.chat, "embed": embed.embed, "batch": batch.app},
     "Accounts": {
         "usage": usage.app,
         "audit": audit.audit,

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from msgspec import Meta
 
-from argosy.cli.embed import fetch_vectors, send_json
+from argosy.cli.embed import fetch_vectors
 from argosy.cli.failure import fail
 from argosy.cli.output import JsonOutput, print_records, print_result
 from argosy.cli.server_client import (
@@ -22,6 +22,7 @@ from argosy.cli.server_client import (
     call_admin_api,
     fail_without_server,
     open_client,
+    send_json,
 )
 from argosy.policy.paraphrase import (
     CacheEvaluation,

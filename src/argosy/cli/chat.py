@@ -18,6 +18,7 @@ from argosy.cli.server_client import (
     ServerUrl,
     error_message,
     fail_without_server,
+    fetch_default_model,
     open_client,
 )
 
@@ -63,7 +64,7 @@ def chat(
     initial_messages: list[Message] = [{"role": "system", "content": system}] if system else []
     with open_client(url, api_key) as client, fail_without_server(url):
         try:
-            request = {"model": model or _fetch_default_model(client), "stream": True, **options}
+            request = {"model": model or fetch_default_model(client), "stream": True, **options}
             if question is not None:
                 _answer(client, request, [*initial_messages, _user_message(question)])
             else:
@@ -99,18 +100,6 @@ def _read_json(file: Path, type_: type, description: str) -> Any:  # noqa: ANN40
         return msgspec.json.decode(file.read_bytes(), type=type_)
     except (OSError, msgspec.DecodeError) as error:
         fail(f"{file} is not a file with {description} ({error}); correct it")
-
-
-def _fetch_default_model(client: httpx2.Client) -> str:
-    import msgspec
-
-    response = client.get("/v1/models")
-    if response.status_code != 200:
-        raise ChatFailedError(error_message(response.content))
-    try:
-        return str(msgspec.json.decode(response.content)["data"][0]["id"])
-    except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise ChatFailedError(OTHER_API) from error
 
 
 def _user_message(text: str) -> Message:

@@ -14,9 +14,9 @@ from argosy.cli.server_client import (
     OTHER_API,
     ServerApiKey,
     ServerUrl,
-    error_message,
     fail_without_server,
     open_client,
+    send_json,
 )
 
 if TYPE_CHECKING:
@@ -87,21 +87,6 @@ def fetch_vectors(client: httpx2.Client, body: dict[str, Any]) -> list[list[floa
         vectors = sorted(response["data"], key=lambda vector: vector["index"])
         return [vector["embedding"] for vector in vectors]
     except (LookupError, TypeError):
-        fail(OTHER_API)
-
-
-def send_json(
-    client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the JSON object that the server answers. An error ends the command."""
-    import msgspec
-
-    response = client.request(method, path, json=body)
-    if response.status_code != 200:
-        fail(error_message(response.content))
-    try:
-        return msgspec.json.decode(response.content, type=dict[str, Any])
-    except msgspec.DecodeError:
         fail(OTHER_API)
 
 

@@ -104,6 +104,29 @@ def error_message(body: bytes) -> str:
     return strip_control_characters(message)
 
 
+def send_json(
+    client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the JSON object that the server answers. An error ends the command."""
+    import msgspec
+
+    response = client.request(method, path, json=body)
+    if response.status_code != 200:
+        fail(error_message(response.content))
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except msgspec.DecodeError:
+        fail(OTHER_API)
+
+
+def fetch_default_model(client: httpx2.Client) -> str:
+    """Return the name of the server's first model. An error ends the command."""
+    try:
+        return str(send_json(client, "GET", "/v1/models")["data"][0]["id"])
+    except (LookupError, TypeError):
+        fail(OTHER_API)
+
+
 def call_admin_api(
     url: str,
     api_key: str | None,

@@ -9,7 +9,6 @@ silent core hangs or computes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import pkgutil
@@ -49,7 +48,7 @@ from argosy.engine.serving.core_messages import (
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.extras import install_command
 from argosy.machine_resources import CpuTimes, free_bytes, read_cpu_times, total_bytes
-from argosy.process import private_memory_bytes, protect_standard_streams
+from argosy.process import kill_with_parent, private_memory_bytes, protect_standard_streams
 from argosy.protocol import ResourceUsage
 from argosy.telemetry import CoreStats, LogFormat, configure_logging
 
@@ -66,7 +65,6 @@ FINAL_MESSAGE_LINGER_MS = 2000
 PERMANENT_ERRORS = (ValueError, ImportError, FileNotFoundError, NotADirectoryError)
 """Errors of loading that a retry cannot fix."""
 
-_PR_SET_PDEATHSIG = 1
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.core")
 _encode = msgspec.msgpack.Encoder().encode
@@ -316,7 +314,7 @@ def run_core(
 
 def main() -> NoReturn:
     """Run the process that the `CoreLaunchSpec` on stdin describes. Never returns."""
-    _set_parent_death_signal()
+    kill_with_parent()  # even if it hangs; elsewhere the heartbeat thread exits it
     # The whole process group receives these signals. The parent decides what to do.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -349,12 +347,6 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     socket.set_hwm(0)  # bounded by the parent's running requests
     socket.connect(address)
     return socket
-
-
-def _set_parent_death_signal() -> None:
-    """Let Linux kill this process with its parent, even if it hangs. Elsewhere the heartbeat thread exits it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _ensure_working_directory() -> None:
