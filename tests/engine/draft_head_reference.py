@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,13 +230,16 @@ def make_bigram_model(path: Path) -> tuple[Path, Path]:
     return target, head
 
 
-def make_eagle_head(path: Path, form: str) -> HeadReference:
-    """Save a target, and an EAGLE-3 head with the settings and tensors of a tool that trains them."""
+def make_eagle_head(path: Path, form: str = "eagle 3", layers: Sequence[int] = ()) -> HeadReference:
+    """Save a target, and an EAGLE-3 head with the settings and tensors of a tool that trains them.
+
+    The head reads the states before `layers`, by default those that the form has for this target.
+    """
     target, head = path / "target", path / "head"
     model = make_reference(target, "Llama", {"num_hidden_layers": NUM_LAYERS}).model
     head.mkdir()
     heads, kv_heads, size = 4, 2, 24
-    layers = [2, NUM_LAYERS // 2, NUM_LAYERS - 3] if form == "early" else [1, 3, 4]
+    layers = layers or ([2, NUM_LAYERS // 2, NUM_LAYERS - 3] if form == "early" else [1, 3, 4])
     adds_normed = form == "speculators"
     config: dict[str, Any] = SIZES | {
         "architectures": ["LlamaForCausalLM" if form == "early" else "LlamaForCausalLMEagle3"],

@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from argosy.engine.engine_config import SpeculativeConfig
 from argosy.engine.engine_request import EngineRequest
 from argosy.engine.scheduling import KvCacheGroups
 from argosy.engine.serving.engine_core.core import EngineCore
 from argosy.protocol import ReasoningBlock, SamplingParams
 from tests.engine.core_driver import RequestOutput, create_core, run_requests
+from tests.engine.draft_head_reference import MTP_CASES, make_eagle_head, make_mtp_head
 from tests.engine.generic_cases import GENERIC_FAMILIES, GENERIC_MODELS
 from tests.engine.test_equivalence import DTYPES, create_requests, format_options
 from tests.engine.test_families import FAMILIES, MODELS
@@ -22,6 +24,7 @@ from tests.engine.test_speculation import ScriptedDrafter
 from tests.engine.transformers_reference import VOCAB, make_reference
 
 DEFAULT_MODELS = {(name, "bfloat16") for name in ("gpt-oss", "gemma 3", "deepseek 3", "qwen 3.5")}
+FORMATS = [*DTYPES, "float32 KV int8"]
 KINDS = ("right", "mixed", "rubbish")
 ALL_METHODS = "prediction,prompt_lookup,domain_window"
 PARAMS: list[dict[str, Any]] = [
@@ -40,7 +43,7 @@ PARAMS: list[dict[str, Any]] = [
     scope="module",
     params=[
         pytest.param(case, id="-".join(case), marks=marks)
-        for case in product(FAMILIES | GENERIC_FAMILIES, [*DTYPES, "float32 KV int8"])
+        for case in product(FAMILIES | GENERIC_FAMILIES, FORMATS)
         for marks in [() if case in DEFAULT_MODELS else pytest.mark.exhaustive]
     ],
 )
@@ -151,22 +154,56 @@ def test_drafts_change_no_output(model: tuple[Path, str]) -> None:
         assert core.speculation.stats.accepted_tokens.total() > accepted
 
 
+@pytest.fixture(scope="module")
+def eagle_head(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random head, which reads the same states of any model: those before its first and last two layers."""
+    return str(make_eagle_head(tmp_path_factory.mktemp("heads"), layers=(1, 1, 2)).head)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("all_drafts")
-def test_draft_model_changes_no_output(model: tuple[Path, str]) -> None:
-    """The model drafts for itself, beside prompt lookup, with prefix hits and preemptions."""
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_draft_model_changes_no_output(
+    model: tuple[Path, str], method: str, eagle_head: str, request: pytest.FixtureRequest
+) -> None:
+    """The model drafts for itself, or a head for it, beside prompt lookup, with prefix hits and preemptions."""
     expected, plain = run(model, max_seqs=1, prefix_cache=False)
     if plain.scheduler.limits.state_snapshots is not None:
         return
     windows = plain.scheduler.limits.kv_windows
     num_blocks = KvCacheGroups(windows, 16).count_blocks(20 * 16)
-    options: dict[str, Any] = {"warmup": True, "max_seqs": 5, "draft_model": str(model[0])}
+    draft_model = eagle_head if method == "eagle3" else str(model[0])
+    options: dict[str, Any] = {"warmup": True, "max_seqs": 5, "draft_model": draft_model}
     if None not in windows:
         with pytest.raises(ValueError, match="no layer attends to all tokens"):
             run(model, **options)
         return
+    is_generic = request.node.callspec.params["model"][0] in GENERIC_FAMILIES
+    if is_generic and method == "eagle3":
+        with pytest.raises(
+            ValueError, match="cannot draft for a model on a GPU or of transformers"
+        ):
+            run(model, **options)
+        return
     outputs, core = run(model, twice=True, num_blocks=num_blocks, **options)
     assert core.speculation is not None
-    assert core.speculation.stats.accepted_tokens["draft_model"] > 0
+    assert core.speculation.stats.draft_tokens[method] > 0
+    if method == "draft_model":
+        assert core.speculation.stats.accepted_tokens[method] > 0
+    for key, output in outputs.items():
+        assert (output.tokens, output.logprobs) == (expected[key].tokens, expected[key].logprobs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("all_drafts")
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("layout", ["deepseek 3", "mimo"])
+def test_heads_of_checkpoints_change_no_output(layout: str, dtype: str, tmp_path: Path) -> None:
+    model = make_mtp_head(tmp_path, MTP_CASES[layout]).target, dtype
+    expected, _ = run(model, max_seqs=1, prefix_cache=False)
+    config = SpeculativeConfig(method="mtp")
+    outputs, core = run(model, twice=True, warmup=True, num_blocks=20, speculative_config=config)
+    assert core.speculation is not None
+    assert core.speculation.stats.draft_tokens["mtp"] > 0
     for key, output in outputs.items():
         assert (output.tokens, output.logprobs) == (expected[key].tokens, expected[key].logprobs)
