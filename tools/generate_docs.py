@@ -231,6 +231,7 @@ def metrics() -> str:
     reading = GatewayGauges(
         routes={"": 1},
         desired_replicas={"": 1},
+        firing_alerts={("", ""): 1},
         queue_depths={"model": 0},
         replicas=[replica],
         store_up=True,

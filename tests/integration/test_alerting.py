@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from email import message_from_bytes
 from email.policy import default
@@ -13,6 +14,8 @@ import msgspec
 import pytest
 from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import write_migrated_file
+from tests.support.services import find_program
+from tests.support.steady_load import free_ports
 from tests.support.usage_rows import usage_row
 
 from argosy.alerting import AlertLoop, AlertRecords, BudgetAlerts, OrderBook, read_alerts
@@ -495,3 +498,48 @@ async def test_budgets_are_conditions_at_each_step(
     assert "secret name" not in f"{last}"
     assert "refused" in last.description
     assert await read_firing(START + 24 * 3600) == []
+
+
+@pytest.mark.exhaustive
+async def test_real_alertmanager_takes_groups_and_notifies_pushed_alerts(
+    store: Store, tmp_path: Path
+) -> None:
+    program = find_program("prometheus-alertmanager", "prometheus-alertmanager")
+    async with Receiver() as receiver:
+        settings = tmp_path / "alertmanager.yml"
+        settings.write_text(
+            f"""
+route: {{receiver: hook, group_by: [alertname], group_wait: 1s, group_interval: 1s}}
+receivers: [{{name: hook, webhook_configs: [{{url: "{receiver.url}"}}]}}]
+"""
+        )
+        port = free_ports(1)
+        process = await asyncio.create_subprocess_exec(
+            program,
+            f"--config.file={settings}",
+            f"--storage.path={tmp_path / 'data'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--cluster.listen-address=",
+        )
+        try:
+            config = configure(
+                keep_pages_firing_s=0.0, alertmanagers=[{"url": f"http://127.0.0.1:{port}"}]
+            )
+            clock = FakeClock(time.time())
+            evaluator = Evaluator(store, clock, "first", config=config)
+            for is_firing, status in ((True, "firing"), (False, "resolved")):
+                evaluator.is_firing = is_firing
+                async with asyncio.timeout(60):
+                    while status not in receiver.statuses:
+                        clock.now = time.time()
+                        await evaluator.loop.evaluate()
+                        await evaluator.loop.deliver()
+                        await asyncio.sleep(0.5)
+        finally:
+            process.terminate()
+            await process.wait()
+    assert receiver.statuses == ["firing", "resolved"]
+    alert = receiver.received[0][2]["alerts"][0]
+    (stored,) = read_alerts(store.fleets, FLEET).alerts.values()
+    assert alert["fingerprint"] == stored.fingerprint
+    assert alert["annotations"]["summary"] == "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 
 import msgspec
@@ -55,6 +56,13 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True):
     tests: dict[str, TestResult] = {}
     """Results of the latest test notices, by the id of their order."""
     evaluated_at: float = 0.0
+    """Time of the last evaluation, in seconds since the epoch; 0 before the first."""
+
+    def count_firing(self) -> Counter[tuple[str, str]]:
+        """Return how many alerts of each name and severity fire."""
+        return Counter(
+            (each.name, each.severity) for each in self.alerts.values() if each.is_firing
+        )
 
 
 def read_alerts(store: FleetStore, fleet: str) -> AlertState:

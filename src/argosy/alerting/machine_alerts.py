@@ -71,12 +71,14 @@ class MachineAlerts:
         return [*conditions, *self._silent, self._judge_store(problem, now)]
 
     def _judge_store(self, problem: str, now: float) -> AlertCondition:
-        gone_s = self._timer.observe("store", holds=bool(problem), now=now)
+        gone_s, is_firing = self._timer.judge(
+            "store", holds=bool(problem), limit_s=STORE_UNREACHABLE_S, now=now
+        )
         return AlertCondition(
             name="StoreUnreachable",
             labels={},
             severity="page",
-            is_firing=gone_s >= STORE_UNREACHABLE_S,
+            is_firing=is_firing,
             summary="The store cannot be used",
             description=(
                 f"The store has failed for {gone_s:.0f} s. What serves, serves on with the last known accounts. "

@@ -18,6 +18,7 @@ from argosy.process import run_in_daemon_thread
 
 MAX_DELIVERY_S = 30.0
 PUSH_INTERVAL_S = 60.0
+PUSH_RETRY_S = 10.0
 PUSH_ENDED_S = 900.0
 """Time for which the end of an alert is pushed again."""
 RECEIVER_FAILING_S = 900.0
@@ -54,7 +55,10 @@ class Notifier:
             self._pushed_at, self._pushed = now, state
             for number, manager in enumerate(config.alertmanagers):
                 push = partial(channels.push, number, alerts, now)
-                self._record_result(manager.url, await self._run(manager.url, push))
+                result = await self._run(manager.url, push)
+                self._record_result(manager.url, result)
+                if result.error:
+                    self._pushed_at = now - PUSH_INTERVAL_S + PUSH_RETRY_S
         if config.watchdog is not None and now - self._pinged_at >= config.watchdog.interval_s:
             self._pinged_at = now
             self._record_result(WATCHDOG, await self._run(WATCHDOG, channels.ping_watchdog))

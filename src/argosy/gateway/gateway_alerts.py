@@ -40,11 +40,13 @@ class GatewayAlerts:
         replicas = list(pool.replicas.values())
         statuses = {each.name: each.health.status(time.monotonic()) for each in replicas}
         is_missing = not pool.is_answered_by_others and not _SERVING & set(statuses.values())
-        missing_s = self._timer.observe(("pool", pool.model), holds=is_missing, now=now)
+        missing_s, is_firing = self._timer.judge(
+            ("pool", pool.model), holds=is_missing, limit_s=NO_REPLICA_S, now=now
+        )
         yield describe_no_replica(
             {"model": pool.model},
             missing_s,
-            limit_s=NO_REPLICA_S,
+            is_firing=is_firing,
             states=[f"{name} is {status}" for name, status in statuses.items()],
         )
         for replica in replicas:
@@ -53,13 +55,15 @@ class GatewayAlerts:
     def _judge_replica(
         self, pool: Pool, replica: ReplicaEndpoint, status: ReplicaStatus, now: float
     ) -> AlertCondition:
-        lost_s = self._timer.observe(("replica", replica.name), holds=status in _LOST, now=now)
+        lost_s, is_firing = self._timer.judge(
+            ("replica", replica.name), holds=status in _LOST, limit_s=NOT_HEALED_S, now=now
+        )
         reasons = (
             each.reason for each in reversed(pool.status_changes) if each.replica == replica.name
         )
         return describe_not_healed(
             {"model": pool.model, "replica": replica.name},
             lost_s,
-            limit_s=NOT_HEALED_S,
+            is_firing=is_firing,
             state=f"It is {status}: {next(reasons, '') or 'no reason'}",
         )

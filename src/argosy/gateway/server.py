@@ -434,7 +434,12 @@ class GatewayServer:
                 keeper = IncidentKeeper(records, store, fleet, watch, events=events)
                 self._parts.append(GatewayPart(tasks=[keeper.run]))
             loop = AlertLoop(records, orders, sources, lambda: self._config.alerting)
-            self._parts.append(GatewayPart(tasks=[loop.run]))
+            self._parts.append(
+                GatewayPart(
+                    tasks=[loop.run],
+                    read_gauges=lambda: {"firing_alerts": records.state.count_firing()},
+                )
+            )
         if fleets is None:
             return AlertAdmin(orders, lambda: records.state)
         return AlertAdmin(orders, partial(read_alerts, fleets, fleet))

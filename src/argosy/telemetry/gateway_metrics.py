@@ -81,6 +81,8 @@ class GatewayGauges:
     """Number of replicas that shall serve by model, as the controller published it; empty without a fleet."""
     desired_replicas: Mapping[str, int] = field(default_factory=dict)
     """Number of replicas that the fleet's autoscaler wants by pool; empty without a controller."""
+    firing_alerts: Mapping[tuple[str, str], int] | None = None
+    """Alerts that fire by name and severity; None if the controller of a fleet evaluates them."""
     usage_pending_records: int = 0
     """Usage records that are not in the store yet."""
     usage_unpersisted_records: int = 0
@@ -404,6 +406,14 @@ class GatewayMetrics(Collector):
                 "Replicas that the autoscaler wants, also if it is only advisory. Absent without a controller.",
                 {(pool,): count for pool, count in gauges.desired_replicas.items()},
                 "pool",
+            )
+        if gauges.firing_alerts is not None:
+            yield gauge_family(
+                "argosy_alerts_firing",
+                "Alerts that fire, by name and severity. Absent in a fleet, whose controller evaluates them.",
+                gauges.firing_alerts,
+                "alertname",
+                "severity",
             )
         yield from self._store_families(gauges)
         if gauges.quota_backend is not None:

@@ -155,3 +155,12 @@ def test_timer_counts_observed_time_only() -> None:
     assert timer.observe("a", holds=True, now=20.0) == 50.0
     assert timer.observe("a", holds=False, now=30.0) == 0.0
     assert timer.observe("a", holds=True, now=40.0) == 0.0
+
+
+def test_timer_does_not_know_whether_what_it_never_saw_over_lasts_too_long() -> None:
+    timer = ConditionTimer()
+    judged = [timer.judge("old", holds=True, limit_s=30.0, now=now)[1] for now in (0, 15, 30)]
+    assert judged == [None, None, True]
+    values = [(True, 50), (False, 60), (True, 70), (True, 110)]
+    judged = [timer.judge("old", holds=holds, limit_s=30.0, now=now)[1] for holds, now in values]
+    assert judged == [True, False, False, True]

@@ -81,13 +81,13 @@ class FleetAlerts:
         is_ready = any(each.phase in SERVING_PHASES for each in wanted)
         had_one = any(each.ready_at is not None for each in replicas)
         limit_s = NO_REPLICA_S if had_one else pool.start_timeout_s
-        missing_s = self._timer.observe(
-            ("pool", pool.name), holds=bool(wanted) and not is_ready, now=now
+        missing_s, is_firing = self._timer.judge(
+            ("pool", pool.name), holds=bool(wanted) and not is_ready, limit_s=limit_s, now=now
         )
         return describe_no_replica(
             {"model": pool.model, "pool": pool.name},
             missing_s,
-            limit_s=limit_s,
+            is_firing=is_firing,
             states=[f"{each.name} is {each.phase}: {each.reason}" for each in wanted],
         )
 
@@ -99,19 +99,25 @@ class FleetAlerts:
             or replica.problem is not None
             or replica.phase is ReplicaPhase.FAILED
         )
-        lost_s = self._timer.observe(("replica", replica.name), holds=is_lost, now=now)
+        is_gateway = replica.pool == GATEWAY_POOL
+        lost_s, is_firing = self._timer.judge(
+            ("replica", replica.name),
+            holds=is_lost,
+            limit_s=GATEWAY_DOWN_S if is_gateway else NOT_HEALED_S,
+            now=now,
+        )
         state = f"It is {replica.phase}: {replica.reason or 'no reason'}"
         labels = {"pool": replica.pool, "replica": replica.name}
         model = declared.model_name(replica.pool)
         if model is not None:
             labels["model"] = model
-        if replica.pool != GATEWAY_POOL:
-            return describe_not_healed(labels, lost_s, limit_s=NOT_HEALED_S, state=state)
+        if not is_gateway:
+            return describe_not_healed(labels, lost_s, is_firing=is_firing, state=state)
         return AlertCondition(
             name="GatewayDown",
             labels=labels,
             severity="page",
-            is_firing=lost_s >= GATEWAY_DOWN_S,
+            is_firing=is_firing,
             summary=f"The gateway {replica.name} does not answer",
             description=f"{replica.name} has not answered for {lost_s:.0f} s. {state}.",
             runbook="gatewaydown",

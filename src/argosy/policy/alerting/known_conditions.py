@@ -14,7 +14,7 @@ _MAX_STATES = 5
 
 
 def describe_no_replica(
-    labels: dict[str, str], missing_s: float, *, limit_s: float, states: Sequence[str]
+    labels: dict[str, str], missing_s: float, *, is_firing: bool | None, states: Sequence[str]
 ) -> AlertCondition:
     """Return the condition of a model or pool that has had no ready replica for some time.
 
@@ -26,7 +26,7 @@ def describe_no_replica(
         name="NoReplica",
         labels=labels,
         severity="page",
-        is_firing=missing_s >= limit_s,
+        is_firing=is_firing,
         summary=f"No replica of the {scope} is ready",
         description=f"For {missing_s:.0f} s no replica of the {scope} was ready. {shown}.",
         runbook="noreplica",
@@ -34,14 +34,14 @@ def describe_no_replica(
 
 
 def describe_not_healed(
-    labels: dict[str, str], lost_s: float, *, limit_s: float, state: str
+    labels: dict[str, str], lost_s: float, *, is_firing: bool | None, state: str
 ) -> AlertCondition:
     """Return the condition of a replica that was lost and does not come back. `state` is a sentence."""
     return AlertCondition(
         name="ReplicaNotHealed",
         labels=labels,
         severity="ticket",
-        is_firing=lost_s >= limit_s,
+        is_firing=is_firing,
         summary=f"The replica {labels['replica']} does not come back",
         description=f"{labels['replica']} has not served for {lost_s:.0f} s. {state}.",
         runbook="replicanothealed",
