@@ -58,7 +58,7 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True):
     evaluated_at: float = 0.0
     """Time of the last evaluation, in seconds since the epoch; 0 before the first."""
 
-    def count_firing(self) -> Counter[tuple[str, str]]:
+    def count_firing(self) -> Counter[tuple[str, ...]]:
         """Return how many alerts of each name and severity fire."""
         return Counter(
             (each.name, each.severity) for each in self.alerts.values() if each.is_firing

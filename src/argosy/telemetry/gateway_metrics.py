@@ -81,7 +81,7 @@ class GatewayGauges:
     """Number of replicas that shall serve by model, as the controller published it; empty without a fleet."""
     desired_replicas: Mapping[str, int] = field(default_factory=dict)
     """Number of replicas that the fleet's autoscaler wants by pool; empty without a controller."""
-    firing_alerts: Mapping[tuple[str, str], int] | None = None
+    firing_alerts: Mapping[tuple[str, ...], int] | None = None
     """Alerts that fire by name and severity; None if the controller of a fleet evaluates them."""
     usage_pending_records: int = 0
     """Usage records that are not in the store yet."""

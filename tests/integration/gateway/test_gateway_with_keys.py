@@ -52,7 +52,8 @@ FREE_PATHS = (
         "/version",
         "/openapi.json",
     ),
-    *("/health", "/ready", "/metrics", "/replicas/", "/admin/", "/console"),
+    *("/health", "/ready", "/metrics", "/replicas/", "/admin/", "/api/v2/alerts"),
+    "/console",
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
 """Begins of paths that list what the gateway knows, or need a higher role."""
