@@ -202,6 +202,12 @@ timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done
     "costs.md": ANY_ACCOUNTS,
     "long-streams.md": REQUEST,
     "models.md": ANY_ACCOUNTS,
+    "objectives.md": """cat > gateway.yaml << END
+{port: 8000, store: {}, models: [{name: llama, replicas: [{url: "http://127.0.0.1:8001"}]}]}
+END
+argosy gateway --config gateway.yaml 2> gateway.log &
+timeout 60 sh -c 'until curl -sf http://127.0.0.1:8000/health; do sleep 0.1; done'
+""",
     "rotate-keys.md": ANY_ACCOUNTS,
     "troubleshoot.md": ANY_ACCOUNTS,
 }

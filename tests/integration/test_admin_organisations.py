@@ -194,6 +194,8 @@ CASES: dict[str, EndpointCase] = {
     "list_replicas": EndpointCase("viewer", "gateway"),
     "list_replica_events": EndpointCase("viewer", "gateway"),
     "read_replica_log": OperatorCase(query=lambda _: {"replica": "gone"}),
+    "list_objectives": EndpointCase("viewer", "gateway"),
+    "get_objective": EndpointCase("viewer", "gateway", id_kind="prompt", success_status=404),
     "list_cache_rules": EndpointCase("viewer", "gateway"),
     "purge_cache": OperatorCase(body=lambda _: {"model": "big"}),
     "preview_routing": EndpointCase(

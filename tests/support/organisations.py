@@ -11,7 +11,13 @@ from typing import Any, Literal
 
 import httpx2
 
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.deployment import (
+    GatewayConfig,
+    ModelConfig,
+    ObjectivesConfig,
+    ReplicaConfig,
+    SloConfig,
+)
 from argosy.lessons import LESSONS
 from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord
 from tests.support.fake_upstream import (
@@ -192,6 +198,9 @@ class AdminGateway:
         return found
 
 
+OBJECTIVES = ObjectivesConfig(slos=(SloConfig(name="answers", availability="99%"),))
+
+
 @contextlib.asynccontextmanager
 async def run_admin_gateway(
     folder: Path,
@@ -225,7 +234,7 @@ async def run_admin_gateway(
             models=[ModelConfig(name=model, replicas=replicas)],
             store=StoreConfig(url=store_url),
             fleet="demo",
-            **settings,
+            **{"objectives": OBJECTIVES, **settings},
         )
         _, url = await stack.enter_async_context(serve_gateway(config, lessons=LESSONS))
         gateway = AdminGateway(store_url, url, store, home_project, root_key)

@@ -29,6 +29,7 @@ from argosy.alerting.budget_alerts import BudgetAlerts
 from argosy.alerting.incident_keeper import IncidentKeeper
 from argosy.alerting.incident_records import IncidentRecords
 from argosy.alerting.machine_alerts import MachineAlerts
+from argosy.alerting.objective_alerts import ObjectiveAlerts
 from argosy.alerting.received_alerts import (
     MAX_RECEIVED,
     ReceivedAlert,

@@ -263,8 +263,10 @@ class LocalFleet:
         from argosy.deployment import (
             GatewayConfig,
             ModelConfig,
+            ObjectivesConfig,
             QueueConfig,
             ReplicaConfig,
+            SloConfig,
             Timeouts,
             TracingConfig,
         )
@@ -298,6 +300,7 @@ class LocalFleet:
             model_memory=self.model_memory,
             drain_deadline_s=server.drain_deadline_s,
             log_content=self.log_content,
+            objectives=ObjectivesConfig(slos=(SloConfig(name="answers", availability="99%"),)),
             tracing=None
             if self.otlp_traces_endpoint is None
             else TracingConfig(endpoint=self.otlp_traces_endpoint),

@@ -22,7 +22,6 @@ from argosy.deployment.declaration.config import (
     FleetConfig,
     FleetModelConfig,
     KubernetesSettings,
-    ObjectivesConfig,
     PoolConfig,
     build_gateway_config,
     has_address_conflict,
@@ -73,6 +72,7 @@ from argosy.deployment.records.fleet_records import (
     decode_kind,
     decode_replicas,
 )
+from argosy.deployment.records.objective_reader import ObjectiveReader, ObjectiveStatus
 from argosy.deployment.records.revisions import (
     FleetAction,
     FleetPlan,
@@ -153,6 +153,7 @@ from argosy.deployment.settings.gateway_config import (
     list_request_settings,
     load_config,
 )
+from argosy.deployment.settings.objective_config import LatencyTarget, ObjectivesConfig, SloConfig
 from argosy.deployment.settings.prompt_config import PromptConfig, PromptRule
 from argosy.deployment.settings.replica_config import (
     BackendKind,

@@ -10,6 +10,7 @@ import structlog
 
 from argosy.deployment import RELOADABLE_SETTINGS, GatewayConfig
 from argosy.gateway.model_registry import ModelEntries, ModelRegistry, build_model_entries
+from argosy.gateway.objective_recorder import ObjectiveRecorder
 from argosy.process import run_in_daemon_thread
 
 ConfigLoader = Callable[[], GatewayConfig]
@@ -26,12 +27,14 @@ class ConfigReloader:
         config: GatewayConfig,
         load_config: ConfigLoader,
         registry: ModelRegistry,
+        objectives: ObjectiveRecorder,
         on_models_changed: Callable[[], None],
     ) -> None:
         """Create a reloader."""
         self._config = config
         self._load_config = load_config
         self._registry = registry
+        self._objectives = objectives
         self._on_models_changed = on_models_changed
         self._reload_requested = asyncio.Event()
 
@@ -54,6 +57,7 @@ class ConfigReloader:
             log.error("config_reload_failed", reason=str(error))  # noqa: TRY400 - an invalid file, not a bug
             return
         self._registry.apply_config(entries, config.rules)
+        self._objectives.apply(config.objectives)
         self._on_models_changed()
         log.info("config_reloaded", models=[model.name for model, *_ in entries])
         old, new = msgspec.structs.asdict(self._config), msgspec.structs.asdict(config)

@@ -24,6 +24,7 @@ from argosy.deployment import (
     ContentRule,
     GatewayConfig,
     ModelConfig,
+    ObjectivesConfig,
     PromptConfig,
     PromptRule,
     RequestSetting,
@@ -34,6 +35,7 @@ from argosy.deployment import (
 from argosy.folders import state_folder
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, build_model_entries
+from argosy.gateway.objective_recorder import ObjectiveRecorder
 from argosy.gateway.peer_connection import check_peer_token, send_signed
 from argosy.gateway.pool import ModelStartup
 from argosy.gateway.principal import Principal
@@ -80,6 +82,7 @@ class FleetPools(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_rules: Sequence[PromptRule] = ()
     prompts: Sequence[PromptConfig] = ()
     feature_flags: Mapping[str, FeatureFlag] = {}
+    objectives: ObjectivesConfig = ObjectivesConfig()
     serving_replicas: Mapping[str, int] = {}
     """Number of replicas that shall serve, by model."""
     desired_replicas: Mapping[str, int] = {}
@@ -222,6 +225,7 @@ class FleetPoolsHandler:
         config: GatewayConfig,
         pools: FleetPools,
         registry: ModelRegistry,
+        objectives: ObjectiveRecorder,
         on_models_changed: Callable[[], None],
     ) -> None:
         """Create the handler."""
@@ -229,6 +233,7 @@ class FleetPoolsHandler:
         self._pools = pools
         self._registry = registry
         registry.apply_startups(pools.startups)
+        self._objectives = objectives
         self._on_models_changed = on_models_changed
         self._lock = asyncio.Lock()
         self._controller_seen_at = float("-inf")
@@ -343,6 +348,7 @@ class FleetPoolsHandler:
             raise ApiError(400, "invalid_value", str(error)) from error
         self._registry.apply_config(entries, pools.rules)
         self._registry.apply_startups(pools.startups)
+        self._objectives.apply(pools.objectives)
         self._pools = pools
         self._published.set()
         self._on_models_changed()

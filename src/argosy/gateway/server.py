@@ -27,12 +27,13 @@ from argosy.alerting import (
     BudgetAlerts,
     IncidentKeeper,
     MachineAlerts,
+    ObjectiveAlerts,
     OrderBook,
     ReceivedAlerts,
     TrafficWatch,
     read_alerts,
 )
-from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig
+from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig, ObjectiveReader
 from argosy.folders import state_folder
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
@@ -66,6 +67,7 @@ from argosy.gateway.gateway_alerts import GatewayAlerts
 from argosy.gateway.gateway_part import GatewayPart, do_nothing
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
+from argosy.gateway.objective_recorder import ObjectiveRecorder
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
 from argosy.gateway.peer_gateways import PeerGateways, advertised_url
 from argosy.gateway.pool import (
@@ -157,6 +159,7 @@ class GatewayServer:
                 config,
                 models=list(pools.models),
                 **{name: getattr(pools, name) for name in REQUEST_SETTINGS},
+                objectives=pools.objectives,
             )
         self._config = config
         self._on_ready = on_ready
@@ -188,6 +191,9 @@ class GatewayServer:
         self._prefix_doctor = PrefixDoctor(config.explain.prefix_sample_ratio)
         self._parts: list[GatewayPart] = [GatewayPart(tasks=[self._prefix_doctor.run])]
         """Optional parts that the gateway has, in the order in which they were added."""
+        self._objectives = ObjectiveRecorder(self._gateway_id, self._metrics)
+        self._objectives.apply(config.objectives)
+        self._objective_reader: ObjectiveReader | None = None
         self._http_server: HttpServer | None = None
         self._account_sync: AccountSync | None = None
         self._outcomes: OutcomeMeter | None = None
@@ -208,7 +214,9 @@ class GatewayServer:
             certificates = self._certificates = CertificateWatcher(config.tls)
             self._parts.append(GatewayPart(reload=certificates.reload, tasks=[certificates.watch]))
         if pools is not None:
-            handler = FleetPoolsHandler(config, pools, self._registry, self._on_models_changed)
+            handler = FleetPoolsHandler(
+                config, pools, self._registry, self._objectives, self._on_models_changed
+            )
             self._fleet_pools = handler
             self._parts.append(
                 GatewayPart(
@@ -219,7 +227,9 @@ class GatewayServer:
                 )
             )
         elif load_config is not None:
-            reloader = ConfigReloader(config, load_config, self._registry, self._on_models_changed)
+            reloader = ConfigReloader(
+                config, load_config, self._registry, self._objectives, self._on_models_changed
+            )
             self._parts.append(GatewayPart(reload=reloader.request_reload, tasks=[reloader.run]))
 
     @property
@@ -273,6 +283,7 @@ class GatewayServer:
                 TelemetryFilter(
                     *(self._traces, self._metrics, time.monotonic, series),
                     *(self._exporter, self._prefix_doctor),
+                    objectives=self._objectives,
                 ),
                 IdempotencyFilter(idempotency_store, config.idempotency.max_response_bytes),
             ]
@@ -311,6 +322,9 @@ class GatewayServer:
         if accounting is None:
             return []
         exit_stack.push_async_callback(accounting.close)
+        objective_store = accounting.store.objective_hours, self._config.fleet or ""
+        exit_stack.push_async_callback(self._objectives.close, *objective_store)
+        self._objective_reader = ObjectiveReader(*objective_store)
         limits = LimitFilter(quota_backend)
         self._models.read_budget_used = limits.read_budget_used
         await limits.start()
@@ -325,6 +339,7 @@ class GatewayServer:
                 tasks=[
                     partial(accounting.poll_accounts, self._account_sync.apply_snapshot),
                     accounting.roll_up_usage,
+                    partial(self._objectives.run, *objective_store),
                 ],
             )
         )
@@ -433,6 +448,10 @@ class GatewayServer:
                 events = None if control is None else (control.store, control.name)
                 keeper = IncidentKeeper(records, store, fleet, watch, events=events)
                 self._parts.append(GatewayPart(tasks=[keeper.run]))
+            if self._objective_reader is not None:
+                objectives = self._objectives
+                alerts = ObjectiveAlerts(self._objective_reader, lambda: objectives.objectives)
+                sources.append(alerts.read)
             loop = AlertLoop(records, orders, sources, lambda: self._config.alerting)
             self._parts.append(
                 GatewayPart(
@@ -578,6 +597,8 @@ class GatewayServer:
             prefix_doctor=self._prefix_doctor,
             fleet_control=fleet_control,
             series_queries=series_queries,
+            objectives=lambda: self._objectives.objectives,
+            objective_reader=self._objective_reader,
             fleet_logs=self._replica_logs,
             alert_admin=alert_admin,
         )

@@ -67,6 +67,7 @@ from argosy.store.ledger import (
     parse_report_groups,
 )
 from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
+from argosy.store.objective_hours import MissDetails, ObjectiveHour, ObjectiveHours
 from argosy.store.prompts import Prompts
 from argosy.store.quality import Quality
 from argosy.store.quota_backend import (

@@ -483,6 +483,19 @@ replica_logs = Table(
 """End of the log of each recent run of a replica: of those that ended, and of those that people look at. Copies of a
 store leave it out."""
 
+objective_hours = Table(
+    "objective_hours",
+    metadata,
+    *_primary_key(fleet=Text, hour=BigInteger, objective=Text, gateway=Text),
+    *_columns(requests=BigInteger, misses=BigInteger, slots=LargeBinary, details=LargeBinary),
+)
+"""Counts of each service level objective by hour and gateway process.
+
+Rows without an objective have the times at which a process reported. Each `hour` is a start in seconds since the epoch.
+The `slots` are the packed counts of the hour's parts, empty once no window is that fine. The `details` are the causes
+of misses as JSON.
+"""
+
 console_sessions = Table(
     "console_sessions",
     metadata,

@@ -30,6 +30,7 @@ from argosy.store.hardware_costs import HardwareCosts
 from argosy.store.ledger import Ledger
 from argosy.store.limits_and_prices import LimitsAndPrices
 from argosy.store.migrations import migrate
+from argosy.store.objective_hours import ObjectiveHours
 from argosy.store.prompts import Prompts
 from argosy.store.quality import Quality
 from argosy.store.records import AccountSnapshot
@@ -110,6 +111,7 @@ class Store:
         self.console_sessions = ConsoleSessionStore(database, clock)
         self.fleets = FleetStore(database, clock)
         self.replica_logs = ReplicaLogStore(database, clock)
+        self.objective_hours = ObjectiveHours(database)
 
     def keep_reserve(self) -> None:
         """Occupy some space of the disk for `release_reserve`, if the database is an SQLite file."""

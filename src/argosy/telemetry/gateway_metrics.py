@@ -195,6 +195,16 @@ class GatewayMetrics(Collector):
             "Matches of content rules, by the side on which they were found: input or output.",
             *("rule", "side", "detector", "action"),
         )
+        self.objective_requests = self._add_counter(
+            "argosy_objective_requests",
+            "Requests that count for a service level objective; tokens if it is about the time between them.",
+            "objective",
+        )
+        self.objective_misses = self._add_counter(
+            "argosy_objective_misses",
+            "Those that missed it, by error code, or `slow`.",
+            *("objective", "code"),
+        )
         self.traces = self._add_counter(
             "argosy_gateway_traces",
             "Ended requests by whether their trace was kept, and why: error, attempts, caller, ratio, unsampled, bound"

@@ -13,7 +13,15 @@ from tests.support.fake_upstream import FakeUpstream, UpstreamRequest
 from tests.support.migrated_store import open_migrated_store
 from tests.support.usage_rows import usage_row
 
-from argosy.deployment import ExpectedText, GoldenSetCheck, PinnedMessage, PinnedPrompt
+from argosy.deployment import (
+    ExpectedText,
+    GoldenSetCheck,
+    ObjectiveReader,
+    ObjectivesConfig,
+    PinnedMessage,
+    PinnedPrompt,
+    SloConfig,
+)
 from argosy.fleet.control.pinned_prompts import DEFAULT_PROMPTS, check_pinned_prompts
 from argosy.fleet.control.quality_check import check_quality
 from argosy.fleet.control.rollout_evidence import (
@@ -22,7 +30,9 @@ from argosy.fleet.control.rollout_evidence import (
     MIN_BUDGET_REQUESTS,
     ErrorBudgetReader,
 )
+from argosy.policy.objectives import HourCounts
 from argosy.policy.rollout import CheckStatus
+from argosy.store import ObjectiveHour
 
 CHAT = PinnedPrompt(messages=(PinnedMessage(content="Hi"),), max_tokens=8)
 PARIS = PinnedPrompt(prompt="Capital?", expect=ExpectedText(contains="Paris", regex="^The"))
@@ -165,17 +175,46 @@ async def test_budget_counts_recent_failures_of_the_model(
             ]
             store.ledger.add_records(rows)
 
-        reader = ErrorBudgetReader(store.ledger)
+        objectives = ObjectivesConfig()
+        reader = ErrorBudgetReader(store.ledger, ObjectiveReader(store.objective_hours, ""))
         add("done", MIN_BUDGET_REQUESTS - 4, "completed")
-        assert await reader.read("chat", 0.05, NOW) is None
+        assert await reader.read("chat", objectives, 0.05, NOW) is None
         add("failed", 3, "failed")
         add("lost", 1, "interrupted")
         add("refused", 50, "refused")
         add("other", 70, "failed", model="other")
         add("old", 70, "failed", age_s=BUDGET_WINDOW_S + 1.0)
-        assert await reader.read("chat", 0.05, NOW + 1.0) is None, "read again too soon"
+        assert await reader.read("chat", objectives, 0.05, NOW + 1.0) is None, "read again too soon"
         later = NOW + BUDGET_INTERVAL_S
-        assert await reader.read("chat", 0.05, later) == pytest.approx(0.2)
-        assert await reader.read("chat", None, later) is None
+        assert await reader.read("chat", objectives, 0.05, later) == pytest.approx(0.2)
+        assert await reader.read("chat", objectives, None, later) is None
         monkeypatch.setattr("argosy.fleet.control.rollout_evidence.MAX_BUDGET_RECORDS", 60)
-        assert await reader.read("chat", 0.05, later + BUDGET_INTERVAL_S) is None
+        assert await reader.read("chat", objectives, 0.05, later + BUDGET_INTERVAL_S) is None
+
+
+async def test_budget_is_the_smallest_of_the_objectives_of_the_model(tmp_path: Path) -> None:
+    slos = (
+        SloConfig(name="answers", model="chat", availability="99%"),
+        SloConfig(name="strict", model="chat", availability="99.9%", window="1d"),
+        SloConfig(name="all", availability="99.99%"),
+    )
+    objectives = ObjectivesConfig(slos=slos)
+    with closing(open_migrated_store(f"sqlite:///{tmp_path}/store.db")) as store:
+        hours = store.objective_hours
+        reader = ErrorBudgetReader(store.ledger, ObjectiveReader(hours, ""))
+        assert await reader.read("chat", objectives, 0.05, NOW) is None, "no requests yet"
+        for gateway, age_s in (("gone", 2 * 86_400), ("running", 3600)):
+            hour = int(NOW - age_s) // 3600 * 3600
+            counts = HourCounts([7], [1000], [4])
+            rows = [
+                ObjectiveHour(hour=hour, objective=each.id, gateway=gateway, counts=counts)
+                for each in objectives.build_objectives()
+            ]
+            hours.write("", rows)
+            hours.write("", rows)  # as after an error, which changes nothing
+            hours.write("other-fleet", rows)
+        reader = ErrorBudgetReader(store.ledger, ObjectiveReader(hours, ""))
+        assert await reader.read("chat", objectives, 0.05, NOW) == pytest.approx(-3.0)
+        only_first = ObjectivesConfig(slos=slos[:1])
+        assert await reader.read("chat", only_first, 0.05, NOW) == pytest.approx(0.6)
+        assert await reader.read("other", objectives, None, NOW) is None

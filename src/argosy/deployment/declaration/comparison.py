@@ -273,7 +273,7 @@ class _Effects:
     def _describe_rollout(self, pool: PoolConfig) -> tuple[str, ...]:
         if pool.rollout is None:
             return ()
-        plan = pool.rollout.build_plan(has_objectives=not self._new.objectives.is_empty)
+        plan = pool.rollout.build_plan(has_objectives=self._new.objectives.has_latency)
         steps = f"The pool {pool.name} gets a rollout by {plan.describe_steps()}."
         return (steps, *plan.describe_risks(pool.initial_replicas))
 

@@ -374,20 +374,6 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Namespace of the fleet's actors. Defaults to `argosy-` with the name of the fleet."""
 
 
-class ObjectivesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Service levels that the fleet is to meet."""
-
-    ttft_p95_s: ByOperator[Positive | None] = None
-    """Time to the first token that 95 % of the requests stay below."""
-    itl_p95_s: ByOperator[Positive | None] = None
-    """Time between two tokens that 95 % of the tokens stay below."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it declares none."""
-        return self == ObjectivesConfig()
-
-
 class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fleet: the settings of its gateways, and what a controller runs behind them.
 
@@ -413,8 +399,6 @@ class FleetConfig(GatewayConfig, frozen=True, kw_only=True, forbid_unknown_field
     """The Ray cluster of pools with `launcher: ray`."""
     kubernetes: ByCommandLine[KubernetesSettings] = KubernetesSettings()
     """The pools with `launcher: kubernetes`, and the manifests of `argosy render kubernetes`."""
-    objectives: ByOperator[ObjectivesConfig] = ObjectivesConfig()
-    """Service levels that the fleet is to meet. The autoscaler learns from them what a replica can serve."""
 
     def model_of(self, pool: PoolConfig) -> FleetModelConfig:
         """Return the model that a pool runs."""

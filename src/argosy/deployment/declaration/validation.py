@@ -285,7 +285,7 @@ def _check_rollout(
         )
         yield _fail(path, "rollout", problem)
     try:
-        pool.rollout.build_plan(has_objectives=not config.objectives.is_empty)
+        pool.rollout.build_plan(has_objectives=config.objectives.has_latency)
     except ValueError as error:
         yield _fail(path, "rollout", f"{error}.")
 

@@ -38,6 +38,7 @@ from argosy.deployment.records.rollout_status import read_rollouts
 from argosy.deployment.records.upgrade import FleetUpgrade, find_upgrade
 from argosy.deployment.settings.flag_config import describe_unread_flag, find_unread_flags
 from argosy.deployment.settings.gateway_config import REQUEST_SETTINGS
+from argosy.deployment.settings.objective_config import ObjectivesConfig
 from argosy.store import FleetRevision, FleetStore
 
 FleetAction = Literal["fleet.apply", "fleet.down", "fleet.rollback", "pool.scale"]
@@ -51,6 +52,7 @@ MAX_KNOWN_REVISIONS = 200
 _PUBLISHED_SETTINGS: dict[str, Any] = {
     "models": [],
     **{name: [] for name in REQUEST_SETTINGS},
+    "objectives": ObjectivesConfig(),
     "pools_file": None,
     "handover": None,
 }

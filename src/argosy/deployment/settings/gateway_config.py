@@ -19,6 +19,7 @@ from argosy.deployment.settings.content_config import (
     validate_moderation,
 )
 from argosy.deployment.settings.flag_config import DeclaredFlag, find_flag_problems
+from argosy.deployment.settings.objective_config import ObjectivesConfig, find_objective_problems
 from argosy.deployment.settings.prompt_config import (
     PromptConfig,
     PromptRule,
@@ -322,6 +323,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How responses are kept under their idempotency keys (`Idempotency-Key`)."""
     explain: ByOperator[ExplainConfig] = ExplainConfig()
     """How many explanations of requests are kept, and how long."""
+    objectives: ByOperator[ObjectivesConfig] = ObjectivesConfig()
+    """Service levels that models are to meet. The autoscaler of a fleet learns from them what a replica can serve."""
     tracing: ByCommandLine[TracingConfig | None] = None
     """Export traces of requests by OTLP. None exports none."""
     alerting: ByCommandLine[AlertingConfig] = AlertingConfig()
@@ -413,7 +416,7 @@ def load_config(path: Path) -> GatewayConfig:
     return msgspec.structs.replace(config, models=models, routes=routes)
 
 
-RELOADABLE_SETTINGS = frozenset({"models", *REQUEST_SETTINGS})
+RELOADABLE_SETTINGS = frozenset({"models", "objectives", *REQUEST_SETTINGS})
 """Settings that a gateway applies while it runs. Changes of other settings need a restart."""
 
 
@@ -461,6 +464,7 @@ def find_contradictions(
         )
     yield from _find_console_problems(config)
     yield from find_alerting_problems(config.alerting)
+    yield from find_objective_problems(config.objectives)
     if config.store is None and config.auth.mode == "required" and config.auth.jwt is None:
         yield SettingError(
             "auth.mode is required, but without a store no key exists. Add `store` or auth.jwt.",

@@ -205,7 +205,7 @@ class DeclaredFleet:
     def rollout_plan(self, pool: PoolConfig) -> RolloutPlan:
         """Return the plan of the rollouts of a pool that declares some."""
         rollout = pool.rollout or RolloutConfig()
-        return rollout.build_plan(has_objectives=not self.config.objectives.is_empty)
+        return rollout.build_plan(has_objectives=self.config.objectives.has_latency)
 
     def has_same_computation(self, pool: str, first: str, second: str) -> bool:
         """Return whether two versions of a pool differ in settings without influence on answers, as far as is known."""

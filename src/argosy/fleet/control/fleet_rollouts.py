@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
-from argosy.deployment import ReplicaRecord, RolloutDocuments, read_rollout_documents
+from argosy.deployment import (
+    ObjectiveReader,
+    ReplicaRecord,
+    RolloutDocuments,
+    read_rollout_documents,
+)
 from argosy.fleet.control.declared_fleet import DeclaredFleet, VersionTarget
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
@@ -38,7 +43,10 @@ class FleetRollouts:
             publisher=publisher,
             writer=RolloutWriter(journal),
             poller=OutcomePoller(publisher, journal.wake),
-            budgets=ErrorBudgetReader(journal.store.ledger),
+            budgets=ErrorBudgetReader(
+                journal.store.ledger,
+                ObjectiveReader(journal.store.objective_hours, journal.fleet),
+            ),
         )
         self._pools: dict[str, PoolRollout] = {}
         self._invalid_documents = ""

@@ -18,6 +18,7 @@ from argosy.alerting import (
     BudgetAlerts,
     IncidentKeeper,
     MachineAlerts,
+    ObjectiveAlerts,
     OrderBook,
     ReceivedAlerts,
     TrafficWatch,
@@ -28,6 +29,7 @@ from argosy.deployment import (
     REQUEST_SETTINGS,
     AlertingConfig,
     FleetRecords,
+    ObjectiveReader,
     ObservedRevision,
     ReplicaRecord,
     list_known_revisions,
@@ -297,6 +299,7 @@ class LeaderTerm:
             models=declared.published_models(members),
             versions=versions,
             **{name: getattr(declared.config, name) for name in REQUEST_SETTINGS},
+            objectives=declared.config.objectives,
             serving_replicas=declared.count_by_model(self._autoscaler.desired_counts(declared)),
             desired_replicas=self._autoscaler.published_counts(),
             pool_models={pool.name: pool.model for pool in declared.config.pools},
@@ -357,11 +360,20 @@ class LeaderTerm:
             roll_back=partial(roll_back, fleets, fleet),
             clock=clock,
         )
+        objectives = ObjectiveAlerts(
+            ObjectiveReader(store.objective_hours, fleet),
+            lambda: (
+                []
+                if self._declared is None
+                else self._declared.config.objectives.build_objectives()
+            ),
+        )
         sources = [
             FleetAlerts(self._journal, lambda: self._declared).read,
             MachineAlerts(store.gateways, self._context.folder, self._find_certificate).read,
             watch.read,
             BudgetAlerts(store.ledger, store.limits_and_prices).read,
+            objectives.read,
             ReceivedAlerts(fleets, fleet).read,
         ]
         loop = AlertLoop(

@@ -257,7 +257,10 @@ class PoolRollout:
             needed=snapshot.needed,
             versions=versions,
             error_budget=await self._means.budgets.read(
-                pool.model, declared.rollout_plan(pool).gate.max_miss_rate, snapshot.now
+                pool.model,
+                declared.config.objectives,
+                declared.rollout_plan(pool).gate.max_miss_rate,
+                snapshot.now,
             ),
             longest_request_s=self._means.poller.longest_request_s(pool.model),
         )

@@ -13,6 +13,7 @@ from argosy.deployment import (
     ROLLOUT_BASELINE_PREFIX,
     ROLLOUT_GATE_PREFIX,
     FleetRecords,
+    ObjectiveReader,
     ObjectivesConfig,
     decode_kind,
 )
@@ -254,24 +255,42 @@ class OutcomePoller:
 
 
 class ErrorBudgetReader:
-    """Reads budgets from the ledger at an interval. Not thread-safe: use it from one event loop."""
+    """Reads budgets of models at an interval. Not thread-safe: use it from one event loop.
 
-    def __init__(self, ledger: Ledger) -> None:
+    They are those of the objectives of a model. A model without any has an estimate from the ledger.
+    """
+
+    def __init__(self, ledger: Ledger, objectives: ObjectiveReader) -> None:
         self._ledger = ledger
+        self._objectives = objectives
         self._budgets: dict[str, tuple[float, float | None]] = {}
         """Time of reading and remaining budget of each model."""
 
-    async def read(self, model: str, max_miss_rate: float | None, now: float) -> float | None:
+    async def read(
+        self,
+        model: str,
+        objectives: ObjectivesConfig,
+        max_miss_rate: float | None,
+        now: float,
+    ) -> float | None:
         """Return the remaining part of the error budget, from 1 to below 0; None if it is not known.
 
-        Requests count that ended in the last 24 h, at most `MAX_BUDGET_RECORDS` of all models. A request that failed,
-        or ended with its gateway, is a miss. The ledger has no latencies, so slow requests do not count.
+        It is the smallest one of the `slos` that name the model. For the estimate from the ledger requests count that
+        ended in the last 24 h, at most `MAX_BUDGET_RECORDS` of all models. A request that failed, or ended with its
+        gateway, is a miss. The ledger has no latencies, so slow requests do not count.
 
-        `max_miss_rate` is the part of the requests that may miss the objectives; None if none is declared.
+        `max_miss_rate` is the part of the requests that may miss, for the estimate; None permits none.
 
         Raises:
             StoreError: The store cannot be used.
         """
+        declared = objectives.build_objectives()
+        if any(each.model == model for each in declared):
+            budgets = await run_in_daemon_thread(self._objectives.read_budgets, declared, now)
+            known = [
+                each for name, each in budgets.items() if name.model == model and each is not None
+            ]
+            return min(known, default=None)
         if max_miss_rate is None:
             return None
         read_at, budget = self._budgets.get(model, (float("-inf"), None))

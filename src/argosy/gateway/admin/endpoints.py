@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import msgspec
 
 from argosy.alerting import STANDALONE_FLEET, AlertAdmin, IncidentRecords
-from argosy.deployment import FleetControl, GatewayConfig
+from argosy.deployment import FleetControl, GatewayConfig, ObjectiveReader
 from argosy.gateway.admin.answer_encoding import COLUMNS_MEDIA_TYPE, COLUMNS_SCHEMA, is_page
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.change_check import check_change
@@ -23,6 +23,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
+from argosy.policy.objectives import Objective
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import JSON_MEDIA_TYPE, TEXT_SCHEMA, ApiError, Operation
 from argosy.store import (
@@ -103,6 +104,10 @@ class AdminScope:
     """Control of the declared fleet that the gateway belongs to. None if it belongs to none."""
     series_queries: SeriesQueries | None = None
     """Time series. None if the gateway keeps none."""
+    objectives: Callable[[], Sequence[Objective]] = tuple
+    """Returns the service level objectives of the gateway."""
+    objective_reader: ObjectiveReader | None = None
+    """Their counts. None without a store."""
     fleet_logs: ReplicaLogs | None = None
     """Logs of the fleet's replicas. None if the gateway belongs to no fleet."""
     alert_admin: AlertAdmin | None = None
@@ -191,6 +196,12 @@ class AdminScope:
         """The time series of the gateway and the others of its store."""
         message = "This gateway keeps no time series. Set `series.enabled` in its settings."
         return _require(self.series_queries, message)
+
+    @property
+    def objective_counts(self) -> ObjectiveReader:
+        """The counts of service level objectives."""
+        message = "This gateway has no store for budgets. Add 'store' to its settings."
+        return _require(self.objective_reader, message, "no_store")
 
     @property
     def accounts(self) -> Accounts:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from operator import sub
 
+from argosy.gateway.objective_recorder import ObjectiveRecorder
 from argosy.gateway.prefix_doctor import PrefixDoctor
 from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_trace import TraceStore
@@ -42,6 +43,8 @@ class TelemetryFilter:
         series: SeriesRecorder | None = None,
         exporter: SpanExporter | None = None,
         prefix_doctor: PrefixDoctor | None = None,
+        *,
+        objectives: ObjectiveRecorder | None = None,
     ) -> None:
         self._traces = traces
         self._metrics = metrics
@@ -49,6 +52,7 @@ class TelemetryFilter:
         self._series = series
         self._exporter = exporter
         self._prefix_doctor = prefix_doctor
+        self._objectives = objectives
 
     async def on_request(self, context: RequestContext) -> bool:
         """Start the trace and add the request id to the response headers."""
@@ -134,6 +138,8 @@ class TelemetryFilter:
             self._prefix_doctor.add(context)
         self._traces.complete(trace, now)
         self._record_metrics(context, now)
+        if self._objectives is not None:
+            self._objectives.record_request(context, now)
 
     def _record_progress(self, context: RequestContext, now: float) -> None:
         """Record the intervals, and in the series also the tokens, of a running stream."""
@@ -156,6 +162,8 @@ class TelemetryFilter:
         self._metrics.itl.observe_many((model,), intervals_s)
         if self._series is not None:
             self._series.record_intervals(model, intervals_s)
+        if self._objectives is not None:
+            self._objectives.record_intervals(context, intervals_s)
         intervals_s.clear()
 
     def _record_metrics(self, context: RequestContext, now: float) -> None:

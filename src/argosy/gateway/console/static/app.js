@@ -16,6 +16,7 @@ const SCREENS = [
   { id: "incidents", title: "Incidents", group: "Watch", isShown: () => may("viewer", "gateway") },
   { id: "requests", title: "Requests", group: "Watch", isShown: always },
   { id: "usage", title: "Usage and cost", group: "Watch", isShown: always },
+  { id: "objectives", title: "Objectives", group: "Watch", isShown: () => may("viewer", "gateway") },
   { id: "events", title: "Events and audit", group: "Watch", isShown: () => may("viewer") },
   { id: "quality", title: "Quality", group: "Watch", isShown: () => may("viewer") },
   { id: "playground", title: "Playground", group: "Use", isShown: always },
