@@ -14,7 +14,7 @@ import msgspec
 from argosy.policy import Rates, allocate
 from argosy.store.accounts import Accounts
 from argosy.store.csv_export import format_csv
-from argosy.store.ledger import ALL_USAGE, Ledger, ReportGroup, UsageFilter, UsageReportRow
+from argosy.store.ledger import ALL_USAGE, DAY_S, Ledger, ReportGroup, UsageFilter, UsageReportRow
 from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
 
 FocusVersion = Literal["1.2", "1.3"]
@@ -139,7 +139,8 @@ def _to_charges(
     organisation, project, model = row.organisation or "", row.project or "", row.model or ""
     cached = min(row.cached_tokens, row.input_tokens)
     tokens = (row.input_tokens - cached, cached, row.output_tokens)
-    costs = _split_cost(row.nano_dollars, tokens, prices.rates_at(model, tier, day.timestamp()))
+    rates = prices.rates_at(model, tier, day.timestamp() + DAY_S - 1)
+    costs = _split_cost(row.nano_dollars, tokens, rates)
     common: dict[str, str | int | None] = {
         **_CONSTANTS,
         "BillingAccountId": organisation,
@@ -169,7 +170,7 @@ def _to_charges(
 
 
 def _split_cost(nano_dollars: int, tokens: tuple[int, int, int], rates: Rates) -> list[int]:
-    """Divide a cost among uncached, cached and output tokens, by the prices at the start of the day.
+    """Divide a cost among uncached, cached and output tokens, by the prices at the end of the day.
 
     The ledger has one sum for all kinds. Without a price that explains it, the tokens alone divide it.
     """

@@ -65,10 +65,11 @@ class HardwareMeter:
             price = round(pool.dollars_per_hour * 10**9)
             key = _Pool(int(now // DAY_S), pool.name, pool.model, price)
             self._replica_ms[key] += elapsed_ms
-            record = self._journal.records.replicas.get(replica.name)
+            reading = self._observer.reading(replica.name)
+            load = None if reading is None else reading.load
             if declared.check_paths(replica.pool, replica.generation).load is None:
                 silent[key] += 1
-            elif record is not None and record.running:
+            elif load is not None and load.running + load.waiting:
                 running[key] += 1
         active = self._count_active() if silent else {}
         for key, count in silent.items():
