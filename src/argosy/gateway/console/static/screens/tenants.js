@@ -86,7 +86,7 @@ const VIEWS = {
       { name: "models", label: "Models, with commas", hint: "empty: all", parse: list }, { name: "expires_at", label: `Expires (${zoneName()})`, kind: "datetime-local", parse: parseClock }]}
       save=${async (values) => { const answer = await post("admin/keys", values); tools.reload(); setTimeout(() => showKey(tools, answer)); }} />`,
     columns: (tools) => [nameColumn("name", "Name"), { ...idColumn, key: "prefix", label: "Key", value: (row) => row.prefix, cell: (row) => html`<${Name} value=${`${row.prefix}…`} />` }, ownerColumn("project", "Project", tools.names), nameColumn("role", "Role"), nameColumn("scope", "Scope"),
-      { key: "models", label: "Models", value: (row) => row.models.join(", ") || "all", cell: (row) => visible(row.models.join(", ") || "all") }, { key: "state", label: "State", value: (row) => row.revoked_at ?? row.expires_at ?? "", cell: keyStatus }, createdColumn,
+      { key: "models", label: "Models", value: (row) => row.models.join(", ") || "all", cell: (row) => visible(row.models.join(", ") || "all") }, flagsColumn, { key: "state", label: "State", value: (row) => row.revoked_at ?? row.expires_at ?? "", cell: keyStatus }, createdColumn,
       actionColumn((row) => (!row.revoked_at && may("operator") && mayTouch(row) ? html`
         <${Action} confirm=${`Rotate ${row.name}? The old key stays valid for a day.`} run=${async () => { const answer = await post(`admin/keys/${row.id}/rotate`); tools.reload(); showKey(tools, answer); }}>Rotate<//>
         <${Action} kind="danger" confirm=${`Revoke ${row.name}? Its requests are rejected at once.`} done="Revoked." run=${async () => { await post(`admin/keys/${row.id}/revoke`); tools.reload(); }}>Revoke<//>` : null))],
