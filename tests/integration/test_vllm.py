@@ -288,6 +288,7 @@ async def test_higher_priority_runs_first_in_vllm() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("recipe", get_args(RecipeName))
 async def test_vllm_computes_with_a_quantized_model(recipe: str, tmp_path: Path) -> None:
     """Its log-probabilities of a text are close to those of Argosy's engine with the same files."""
