@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -49,21 +50,24 @@ async def answer(request: UpstreamRequest) -> None:
     await scripts.get(request.body["prompt"], respond_with_text)(request)
 
 
-@contextlib.asynccontextmanager
-async def run_gateway_with_objectives(
-    upstream: FakeUpstream, url: str, key: str
-) -> AsyncIterator[httpx2.AsyncClient]:
+def build_config(upstream: FakeUpstream, url: str, *slos: SloConfig) -> GatewayConfig:
     model = ModelConfig(name="big", replicas=[ReplicaConfig(url=upstream.url, model="rough")])
-    config = GatewayConfig(
+    return GatewayConfig(
         port=0,
         models=[model],
         timeouts=QUICK_TIMEOUTS,
         queue=QueueConfig(timeout_s=0.3),
         store=StoreConfig(url=url),
-        objectives=ObjectivesConfig(slos=SLOS),
+        objectives=ObjectivesConfig(slos=slos),
         max_failed_attempts=1,
     )
-    async with run_gateway_server(config) as (_, client):
+
+
+@contextlib.asynccontextmanager
+async def run_gateway_with_objectives(
+    upstream: FakeUpstream, url: str, key: str
+) -> AsyncIterator[httpx2.AsyncClient]:
+    async with run_gateway_server(build_config(upstream, url, *SLOS)) as (_, client):
         client.headers["authorization"] = f"Bearer {key}"
         yield client
 
@@ -176,3 +180,20 @@ async def test_alerts_fire_and_keep_their_state_without_reports(tmp_path: Path) 
         for elapsed_s in range(10, 400, 10):
             last = await read_states(alerts, now + 3665 + elapsed_s)
         assert last == unknown | {"ObjectivesUnknown": True}
+
+
+async def test_reload_counts_for_other_objectives(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    async with fake_upstream(answer) as upstream:
+        after = build_config(upstream, url, *SLOS[2:])
+        before = build_config(upstream, url, SLOS[0])
+        async with run_gateway_server(before, load_config=lambda: after) as (server, client):
+
+            async def names() -> list[str]:
+                listed = (await client.get("/admin/objectives")).json()["data"]
+                return [each["name"] for each in listed]
+
+            assert await names() == ["answers"]
+            server.reload()
+            while await names() != ["others"]:  # noqa: ASYNC110 - a reload has no event
+                await asyncio.sleep(0.02)
