@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import secrets
 import time
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
@@ -21,6 +20,7 @@ import structlog
 from msgspec import Raw
 
 from argosy.gateway.pool import compute_cache_scope
+from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.gateway.request_fields import TOOL_FIELDS
 from argosy.policy import Rates
@@ -40,6 +40,7 @@ from argosy.protocol import ApiError
 
 SAMPLED_PERIOD_S = 30.0
 """Length of the periods of which a share is sampled, so that the turns of a conversation are sampled together."""
+_PERIODS = 10_007
 MAX_WATCH_S = 3600.0
 MAX_WATCHES = 64
 MAX_PROMPT_BYTES = 1 << 20
@@ -139,10 +140,10 @@ class PrefixDoctor:
         if not is_single or "resume" in fields.raw or context.is_copy:
             return
         principal, now = context.principal, time.time()
-        owner = _Owner(principal.organisation, principal.project, trace.model)
-        weight = self._find_weight(owner, principal.tenant, now)
+        weight = self._find_weight(principal, trace.model, now)
         if not weight:
             return
+        owner = _Owner(principal.organisation, principal.project, trace.model)
         if (
             fields.body_bytes > MAX_PROMPT_BYTES
             or self._queued_bytes + fields.body_bytes > MAX_QUEUED_BYTES
@@ -273,16 +274,13 @@ class PrefixDoctor:
         ]
         return sorted(reports, key=lambda each: -each.input_tokens)
 
-    def _find_weight(self, owner: _Owner, tenant: str, now: float) -> float:
-        """Return the number of requests that a request of the owner stands for, or 0 if it is not examined."""
+    def _find_weight(self, principal: Principal, model: str, now: float) -> float:
+        """Return the number of requests that a request of the tenant stands for, or 0 if it is not examined."""
         for watch in self._watches:
-            if watch.until > now and watch.covers(owner.organisation, owner.project, owner.model):
+            if watch.until > now and watch.covers(principal.organisation, principal.project, model):
                 return 1.0
-        ratio = self.sample_ratio
-        if ratio <= 0:
-            return 0.0
-        period = zlib.crc32(b"%d %b" % (now // SAMPLED_PERIOD_S, tenant.encode(errors="replace")))
-        return 1 / ratio if period < ratio * (1 << 32) else 0.0
+        period = hash((now // SAMPLED_PERIOD_S, principal.tenant)) % _PERIODS
+        return 1 / self.sample_ratio if period < self.sample_ratio * _PERIODS else 0.0
 
     def _find_tally(self, owner: _Owner, now: float) -> PrefixTally:
         tally = self._tallies.get(owner)

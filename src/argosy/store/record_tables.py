@@ -333,7 +333,7 @@ class AccountTransaction:
         organisation: str | None = None,
     ) -> None:
         """Add an audit entry, such as `pool.scale`, about something that is no account record."""
-        self._append_audit_entry(action, subject, organisation, details)
+        self._append_audit_entry(action, subject, organisation or self._organisation_id, details)
 
     def _append_record_entry(
         self, action: str, record: AccountRecord, details: dict[str, Any]
