@@ -31,6 +31,7 @@ BOUNDED_BY_TIME = {
     "console_sessions": "their lifetime, at the next sign-in",
     "gateways": "a day after the last heartbeat",
     "usage": "store.keep_usage_days, then sums by day",
+    "objective_hours": "the longest window of the objectives",
     "fleet_events": "controller.keep_events_days and max_events",
     "replica_logs": "controller.keep_events_days, 5 runs of a replica and 500 of a fleet",
 }
@@ -38,6 +39,7 @@ BOUNDED_BY_NUMBER = {
     "state": "one row",
     "secrets": "one row for each kind of secret",
     "stored_bytes": "one row for each project",
+    "quality_runs": "the latest runs of each set",
     "retention": "one row for each project and kind",
     "fleet_leases": "one row for each fleet",
     "fleet_records": "rows of replicas that exist",
@@ -51,7 +53,7 @@ KEPT = {
     **dict.fromkeys(
         (
             *("organisations", "projects", "users", "keys", "limits", "prices", "flags"),
-            *("replica_settings", "adapters", "prompts"),
+            *("replica_settings", "adapters", "prompts", "quality_sets"),
         ),
         "accounts that people create, up to a number for each organisation",
     ),
