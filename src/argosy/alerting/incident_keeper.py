@@ -131,7 +131,7 @@ class IncidentKeeper:
         current = [
             each for each in await run_in_daemon_thread(self._records.list_all) if each.is_open
         ]
-        self._watch.is_learning = not current
+        self._watch.is_learning = not any(each.severity == "page" for each in current)
         for incident in current:
             await self._collect(incident, alerts, now)
 

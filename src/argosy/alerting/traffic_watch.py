@@ -10,7 +10,8 @@ from functools import partial
 import msgspec
 import structlog
 
-from argosy.policy.alerting import AlertCondition
+from argosy.deployment import AlertingConfig
+from argosy.policy.alerting import AlertCondition, Severity
 from argosy.policy.detection import (
     EVENTS,
     CellKey,
@@ -26,7 +27,7 @@ from argosy.store import FleetDocument, FleetStore, StoreError
 
 STATE_NAME = "traffic/state"
 STATUS_NAME = "traffic/status"
-STATE_INTERVAL_S = 3600.0
+STATE_INTERVAL_S = 900.0
 STATUS_INTERVAL_S = 60.0
 MAX_STATUSES = 200
 MAX_SHOWN_EVENTS = 4
@@ -67,12 +68,20 @@ class TrafficWatch:
         read_cells: Reads what gateways have counted.
         store: Keeps the baselines; None only keeps them in memory.
         fleet: Name of the fleet; empty for gateways without one.
+        read_config: Returns the settings in force.
     """
 
-    def __init__(self, read_cells: CellReader, store: FleetStore | None, fleet: str) -> None:
+    def __init__(
+        self,
+        read_cells: CellReader,
+        store: FleetStore | None,
+        fleet: str,
+        read_config: Callable[[], AlertingConfig] = AlertingConfig,
+    ) -> None:
         self._read_cells = read_cells
         self._store = store
         self._fleet = fleet
+        self._read_config = read_config
         self.monitor = TrafficMonitor()
         self.is_learning = True
         """Whether the baselines learn from the current hour. Nothing is learned from incidents."""
@@ -85,7 +94,8 @@ class TrafficWatch:
             await self._load()
         for minute in await self._read_cells():
             self.monitor.add(minute.start, minute.cells)
-        self.monitor.advance(now, is_learning=self.is_learning)
+        advance = partial(self.monitor.advance, now, is_learning=self.is_learning)
+        await run_in_daemon_thread(advance)  # it may take 0.1 s
         await self._save(now)
         return self._describe()
 
@@ -120,7 +130,7 @@ class TrafficWatch:
             return AlertCondition(
                 DEVIATION,
                 labels,
-                "ticket",
+                self._severity(DEVIATION),
                 is_firing=True,
                 summary=summary,
                 description=" ".join(filter(None, sentences)),
@@ -136,12 +146,15 @@ class TrafficWatch:
         return AlertCondition(
             DRIFT,
             labels,
-            "ticket",
+            self._severity(DRIFT),
             is_firing=True,
             summary=summary,
             description=" ".join(filter(None, sentences)),
             runbook="trafficdrift",
         )
+
+    def _severity(self, name: str) -> Severity:
+        return "page" if name in self._read_config().page_for else "ticket"
 
     async def _load(self) -> None:
         assert self._store is not None  # noqa: S101 - otherwise nothing is to load

@@ -435,7 +435,7 @@ class GatewayServer:
                 state_folder(),
                 lambda: None if tls is None else Path(tls.certificate),
             )
-            watch = TrafficWatch(self._read_new_cells, fleets, fleet)
+            watch = TrafficWatch(self._read_new_cells, fleets, fleet, lambda: self._config.alerting)
             sources: list[AlertSource] = [
                 GatewayAlerts(lambda: self._models.pools).read,
                 machine.read,

@@ -50,12 +50,20 @@ def store(tmp_path: Path) -> Iterator[Store]:
 class Leader:
     """Alerts and incidents of one fleet, whose traffic and objective a test sets."""
 
-    def __init__(self, store: Store, *, follows_rollouts: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        follows_rollouts: bool = False,
+        config: AlertingConfig | None = None,
+    ) -> None:
         self.clock = FakeClock(START)
         self.is_missing = False
         self.minutes: list[CellMinute] = []
         self.alerts = AlertRecords(store.fleets, FLEET, "leader", is_leader=True)
-        self.watch = TrafficWatch(self._read_cells, store.fleets, FLEET)
+        self.watch = TrafficWatch(
+            self._read_cells, store.fleets, FLEET, lambda: config or AlertingConfig()
+        )
         self.records = IncidentRecords(store.fleets, FLEET)
         self.loop = AlertLoop(
             self.alerts,
@@ -166,6 +174,14 @@ async def test_slow_replica_is_a_ticket_within_minutes_and_ends_with_the_fault(
     found = leader.records.get(opened.number)
     assert {each.name for each in found.alerts.values()} == {"ReplicaDeviates"}
     assert any(healthy == "replica a" for healthy in found.healthy)
+
+
+async def test_slow_replica_opens_an_incident_where_it_is_declared_as_a_page(store: Store) -> None:
+    leader = Leader(store, config=AlertingConfig(page_for=("ReplicaDeviates",)))
+    await leader.run(900)
+    (incident,) = leader.records.list_all()
+    assert (incident.scope["replica"], incident.is_firing) == ("slow", True)
+    assert incident.onset < incident.opened_at
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -126,6 +126,8 @@ class AlertingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Alertmanagers that get all alerts in place of `receivers`, for example the members of a cluster."""
     watchdog: WatchdogConfig | None = None
     """A dead man's switch. None has none."""
+    page_for: tuple[Literal["TrafficDrift", "ReplicaDeviates"], ...] = ()
+    """Alerts about changes of the traffic that are pages, and so open incidents. By default they are tickets."""
 
     @property
     def timing(self) -> AlertTiming:

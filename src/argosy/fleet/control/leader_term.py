@@ -349,7 +349,7 @@ class LeaderTerm:
         store, fleet, clock = self._context.store, self._context.fleet, self._context.clock
         fleets = store.fleets
         alerts = AlertRecords(fleets, fleet, lease.holder, is_leader=True)
-        watch = TrafficWatch(FleetTraffic(self._publisher).read, fleets, fleet)
+        watch = TrafficWatch(FleetTraffic(self._publisher).read, fleets, fleet, self._read_alerting)
         incidents = IncidentKeeper(
             alerts,
             store,

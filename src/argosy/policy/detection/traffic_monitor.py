@@ -112,7 +112,8 @@ class _Runner:
 class TrafficMonitor:
     """Finds changes in the traffic of models, tenants and replicas.
 
-    Its memory is bounded: `MAX_TENANTS` tenants, and 24 h of counts by replica, version, tenant and size of prompts.
+    Its outputs may be read while another thread advances it. Its memory is bounded: `MAX_TENANTS` tenants, and 24 h of
+    counts by replica, version, tenant and size of prompts.
     """
 
     def __init__(self, state: MonitorState | None = None) -> None:
@@ -187,13 +188,13 @@ class TrafficMonitor:
         """Return what deviates now, by model, tenant or replica."""
         found = [
             (stream.key, each)
-            for stream in self._streams.values()
-            for each in stream.deviations.values()
+            for stream in list(self._streams.values())
+            for each in list(stream.deviations.values())
         ]
         found += [
             (CellKey(model=model, version=version, replica=replica), each)
-            for (model, version, replica), runner in self._runners.items()
-            for each in runner.deviations.values()
+            for (model, version, replica), runner in list(self._runners.items())
+            for each in list(runner.deviations.values())
         ]
         return found
 
@@ -242,7 +243,10 @@ class TrafficMonitor:
     ) -> tuple[int, int, dict[tuple[str, str], Counts]]:
         """Return requests and failures since an onset, and both by dimension and value. All models count for ""."""
         total: dict[tuple[str, str], Counts] = {}
-        for start, counts in [*self._history, (self._step_start, self._count_slices(self._step))]:
+        for start, counts in [
+            *self._history,
+            (self._step_start, self._count_slices(dict(self._step))),
+        ]:
             if start + STEP_S <= onset:
                 continue
             for (of_model, dimension, value), packed in counts.items():
@@ -259,7 +263,7 @@ class TrafficMonitor:
         index = next(index for index, kind in enumerate(EVENTS) if kind.name == event)
         before: dict[tuple[str, str], Counts] = {}
         after: dict[tuple[str, str], Counts] = {}
-        for start, counts in self._history:
+        for start, counts in list(self._history):
             side = before if start + STEP_S <= onset else after
             for (of_model, dimension, value), packed in counts.items():
                 if of_model == model:
