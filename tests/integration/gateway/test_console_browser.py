@@ -653,6 +653,7 @@ async def test_screens_have_no_serious_findings_of_axe_and_fit_a_phone(
         f"#/{REPLICA}": "Models and replicas",
         "#/tenants?tab=limits": "Tenants and keys",
         "#/incidents/1": "Incidents",
+        "#/objectives/answers": "Objectives",
         f"#/quality/{run.id}": "Quality",
     }
     screens = await list_screens(page) | more
