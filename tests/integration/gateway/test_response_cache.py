@@ -116,7 +116,8 @@ async def test_equal_requests_get_the_same_answer_in_every_form() -> None:
         explanation = await client.get(f"/admin/requests/{second.headers['x-argosy-request']}")
         (row,) = explanation.json()["cache"]
         assert row.pop("saved_s") >= 0
-        assert row == {"rule": "all", "result": "hit", "age_s": 0.0, "saved_nano_dollars": 0}
+        assert row.pop("age_s") >= 0
+        assert row == {"rule": "all", "result": "hit", "saved_nano_dollars": 0}
         assert explanation.json()["tokens"]["output"] == one["usage"]["completion_tokens"]
         assert "argosy_gateway_cache_requests_total" in (await client.get("/metrics")).text
 
