@@ -1,6 +1,7 @@
 """`argosy batch run`: results in order, each once, whatever the server does and wherever the run is killed."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -225,7 +226,11 @@ def test_killed_command_leaves_no_replica_and_continues(tmp_path: Path) -> None:
         "".join(json.dumps(line | {"body": body | {"temperature": 1.0}}) + "\n" for line in lines)
     )
     command = [sys.executable, "-m", "argosy.cli", "batch", "run", "-i", source, "-o", output]
-    with subprocess.Popen([*map(str, command), "--concurrency", "1"]) as process:
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+    }  # a killed command leaves its folder there
+    with subprocess.Popen([*map(str, command), "--concurrency", "1"], env=environment) as process:
         wait_for(lambda: output.exists() and output.read_bytes().count(b"\n") > 0)
         replicas = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
