@@ -20,9 +20,11 @@ from tests.integration.store.conftest import ACTOR
 from tests.support.fake_clock import FakeClock
 from tests.support.gateway_harness import explain_nothing
 
-from argosy.deployment import FleetControl
+from argosy.deployment import FleetControl, GatewayConfig
 from argosy.gateway.admin import AdminRequest, AdminScope, list_endpoints
 from argosy.gateway.auth import has_role
+from argosy.gateway.model_registry import ReplicaAdmin, build_model_entries
+from argosy.gateway.model_registry.model_entries import build_model_router
 from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
 from argosy.store import (
@@ -47,6 +49,8 @@ LINKED_TABLES = frozenset({"organisations", "projects", "users", "keys"})
 """Tables with foreign keys."""
 RANDOM_COLUMNS = frozenset({"id", "digest", "prefix"})
 ENDPOINTS = {each.handler.__name__: each for each in list_endpoints()}
+REPLICAS = ReplicaAdmin(build_model_router(build_model_entries(GatewayConfig())), None)
+"""Replicas of a gateway without models. Views of projects and keys ask them which flags nothing reads."""
 ROLES = ["user", "viewer", "operator", "admin"]
 SCOPES = ["organisation", "gateway"]
 
@@ -259,7 +263,7 @@ class World:
         unused: Any = None
         control = FleetControl("demo", self._store.fleets)
         whole = AdminScope(
-            *(self._store, unused, unused, unused, unused, explain_nothing), fleet_control=control
+            *(self._store, REPLICAS, unused, unused, unused, explain_nothing), fleet_control=control
         )
         admin = whole.for_principal(caller)
         target = self._ids.get(call.endpoint.partition("_")[2], "")
