@@ -126,6 +126,28 @@ def argosy_without_console(place: Place) -> Start:
     )
 
 
+def argosy_observed(place: Place) -> Start:
+    """The same with objectives, a tenth of the traces, and notices, to measure what quiet nights cost."""
+    slos = [
+        {"name": "answers", "availability": "99.9%"},
+        {
+            "name": "fast",
+            "model": MODEL,
+            "ttft": {"below_s": 1.0, "share": "95%"},
+            "itl": {"below_s": 0.1, "share": "95%"},
+        },
+    ]
+    webhook = {"name": "bot", "webhook": {"url": {"env": "ALERT_WEBHOOK"}}}
+    return _argosy_with_accounts(
+        place,
+        {
+            "objectives": {"slos": slos},
+            "tracing": {"endpoint": place.upstream_url, "protocol": "http/protobuf"},
+            "alerting": {"receivers": [webhook], "route": {"receiver": "bot"}},
+        },
+    )
+
+
 def _argosy_with_accounts(place: Place, settings: Mapping[str, object]) -> Start:
     url = store_url(place.folder)
     settings = {"store": {"url": url}, "auth": {"mode": "required"}, **settings}
@@ -234,6 +256,7 @@ def litellm(place: Place) -> Start:
 
 PROXIES = {
     "argosy": Proxy(argosy, package="argosy"),
+    "argosy-observed": Proxy(argosy_observed, package="argosy"),
     "argosy-plain": Proxy(argosy_plain, package="argosy"),
     "argosy-without-series": Proxy(argosy_without_series, package="argosy"),
     "argosy-without-console": Proxy(argosy_without_console, package="argosy"),

@@ -102,8 +102,16 @@ def test_drafts_depend_on_tokens_only_and_change_no_output(
         return drafts
 
     monkeypatch.setattr(draft_model, "propose", compare)
+    # Attention with AMX sums in another order for short blocks, which is another arithmetic identity.
+    block_size = core.info.block_size
+    plain = create(0, "bfloat16", prefix_cache=False, block_size=block_size)
+    expected = run_requests(plain, requests())
     for _ in range(2):
-        assert_equal_to_reference(run_requests(core, requests()))
+        outputs = run_requests(core, requests())
+        assert outputs == {
+            key: replace(output, cached_tokens=outputs[key].cached_tokens)
+            for key, output in expected.items()
+        }
     assert (core.scheduler.preemptions > 0) >= (scenario == "preempted")
     speculation = core.speculation
     assert speculation is not None
