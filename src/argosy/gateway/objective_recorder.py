@@ -103,7 +103,7 @@ class ObjectiveRecorder:
 
     def record_request(self, context: RequestContext, ended_at: float) -> None:
         """Count a request that ended at a monotonic time. A replay for its idempotency key does not count."""
-        if not self.objectives or context.replayed_request_id or context.is_copy:
+        if context.replayed_request_id or context.is_copy:
             return
         trace = context.trace
         first_token_s = None
@@ -125,7 +125,7 @@ class ObjectiveRecorder:
 
     def record_intervals(self, context: RequestContext, intervals_s: Sequence[float]) -> None:
         """Count times between tokens, which are sorted."""
-        if not self.objectives or context.is_copy:
+        if context.is_copy:
             return
         for objective in self._find(context)[1]:
             slow = len(intervals_s) - bisect_right(intervals_s, objective.below_s or 0.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from argosy.series.frame import SeriesFrame
 from argosy.series.log_histogram import LogHistogram, merge_encoded
-from argosy.series.request_cells import RequestCells
+from argosy.series.request_cells import MAX_SAMPLES, RequestCells
 from argosy.series.request_sample import RequestSample
 from argosy.series.schema import (
     FLEET_SCOPE,
@@ -256,7 +256,10 @@ class SeriesRecorder:
         self._tenants[sample.tenant].add_request(sample)
         if sample.replica:
             self._replicas[sample.replica].add_request(sample)
-        self.cells.record(sample)
+        samples = self.cells.samples
+        samples.append(sample)
+        if len(samples) >= MAX_SAMPLES:
+            self.cells.count()
 
     # --- steps ----------------------------------------------------------------------------------
 

@@ -25,20 +25,15 @@ class RequestCells:
     """Counts requests by cell. Not thread-safe: use it from one event loop."""
 
     def __init__(self) -> None:
-        self._samples: list[RequestSample] = []
+        self.samples: list[RequestSample] = []
+        """Requests that have ended and are not counted yet, at most `MAX_SAMPLES`."""
         self._cells: dict[CellKey, TrafficCell] = {}
         self._tenants = Counter[str]()
         self._minutes: deque[CellMinute] = deque(maxlen=KEPT_MINUTES)
 
-    def record(self, sample: RequestSample) -> None:
-        """Record the end of a request."""
-        self._samples.append(sample)
-        if len(self._samples) >= MAX_SAMPLES:
-            self._count()
-
     def close_minute(self, start: int) -> None:
         """Close the minute that begins at `start`. Later requests belong to the next one."""
-        self._count()
+        self.count()
         cells, self._cells = self._cells, {}
         self._tenants.clear()
         if cells:
@@ -48,8 +43,9 @@ class RequestCells:
         """Return the minutes that begin after a time, in seconds since the epoch."""
         return [each for each in self._minutes if each.start > after]
 
-    def _count(self) -> None:
-        samples, self._samples = self._samples, []
+    def count(self) -> None:
+        """Count the samples."""
+        samples, self.samples = self.samples, []
         for sample in samples:
             if sample.outcome in _NOT_COUNTED:
                 continue

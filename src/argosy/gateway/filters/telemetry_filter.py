@@ -138,7 +138,7 @@ class TelemetryFilter:
             self._prefix_doctor.add(context)
         self._traces.complete(trace, now)
         self._record_metrics(context, now)
-        if self._objectives is not None:
+        if self._objectives is not None and self._objectives.objectives:
             self._objectives.record_request(context, now)
 
     def _record_progress(self, context: RequestContext, now: float) -> None:
@@ -162,7 +162,7 @@ class TelemetryFilter:
         self._metrics.itl.observe_many((model,), intervals_s)
         if self._series is not None:
             self._series.record_intervals(model, intervals_s)
-        if self._objectives is not None:
+        if self._objectives is not None and self._objectives.objectives:
             self._objectives.record_intervals(context, intervals_s)
         intervals_s.clear()
 
