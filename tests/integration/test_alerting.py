@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from email import message_from_bytes
@@ -104,6 +105,18 @@ async def test_only_one_process_evaluates_until_it_stops_or_is_silent(store: Sto
     await leader.loop.evaluate()
     assert read_alerts(store.fleets, FLEET).holder == "leader"
     assert not leader.changed
+
+
+async def test_end_does_not_wait_for_a_store_that_hangs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluator, resumed = Evaluator(store, FakeClock(START), "first"), threading.Event()
+    await evaluator.loop.evaluate()
+    monkeypatch.setattr(store.fleets, "replace_document", lambda *_, **__: resumed.wait())
+    async with asyncio.timeout(30):
+        await evaluator.records.release()
+    assert not evaluator.records.is_held
+    resumed.set()
 
 
 async def test_evaluates_in_memory_while_the_store_is_gone_and_saves_afterwards(

@@ -19,6 +19,8 @@ STANDALONE_FLEET = "-"
 HOLD_S = 45.0
 """Time after its last write after which another process may take over from a holder."""
 RENEWAL_INTERVAL_S = 15.0
+RELEASE_TIMEOUT_S = 2.0
+"""Time to wait for a store that hangs at the end. Another process then takes over after `HOLD_S`."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.alerting")
 
@@ -132,7 +134,11 @@ class AlertRecords:
     async def release(self) -> None:
         """Let another process take over at once."""
         if self._store is not None and self._is_held:
-            await self._write("", 0.0, self._saved_at)
+            try:
+                async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                    await self._write("", 0.0, self._saved_at)
+            except TimeoutError:
+                log.warning("alerts_not_saved", reason="the store does not respond")
             self._is_held = False
 
     async def _write(self, holder: str, held_until: float, now: float) -> bool:

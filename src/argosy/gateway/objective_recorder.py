@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -185,9 +184,11 @@ class ObjectiveRecorder:
         """Write what is left, and that this process reports no more."""
         now = int(self._clock())
         self._hour("", now).add(now % HOUR_S // SLOT_S, 1, STOPPED)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._write(store, fleet)
+        except TimeoutError:
+            log.warning("objectives_not_saved", reason="the store does not respond")
 
     def _mark_reported(self) -> None:
         """Mark the slots since the last round as reported."""
