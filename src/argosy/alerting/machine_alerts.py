@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -113,8 +114,12 @@ class MachineAlerts:
 
 
 def _judge_gateways(known: list[GatewayRecord], now: float) -> list[AlertCondition]:
-    """Return a condition for each gateway that stopped without removing its record, and was not started again."""
+    """Return a condition for each gateway that stopped without removing its record, and was not started again.
+
+    A gateway that only its own machine reaches has another port after each start, so any other one there replaces it.
+    """
     running = {each.url for each in known if now - each.seen_at < LIVENESS_TIMEOUT_S}
+    has_local = any(map(_is_local, running))
     return [
         AlertCondition(
             name="GatewaySilent",
@@ -129,7 +134,14 @@ def _judge_gateways(known: list[GatewayRecord], now: float) -> list[AlertConditi
             runbook="gatewaysilent",
         )
         for url in sorted({each.url for each in known if now - each.seen_at < SILENT_GATEWAY_S})
+        if url in running or not (has_local and _is_local(url))
     ]
+
+
+def _is_local(url: str) -> bool:
+    """Return whether a gateway has an address that other machines do not reach."""
+    host = urlsplit(url).hostname or ""
+    return host in {"", "localhost", "::1"} or host.startswith("127.")
 
 
 def _judge_certificate(path: Path, now: float) -> list[AlertCondition]:
