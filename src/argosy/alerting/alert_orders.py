@@ -159,4 +159,6 @@ class OrderBook:
                 self._fleet, ORDERS_NAME, document, after=version, decision=decision
             ):
                 return changed
-        raise ConflictError("Other processes changed the silences all the time. Try again.")
+        raise ConflictError(
+            "Another process changed the silences at the same time. Repeat the command."
+        )

@@ -72,7 +72,9 @@ class IncidentRecords:
             changed = change(incident)
             if changed == incident or self._replace(changed, version, decision):
                 return changed
-        raise ConflictError(f"The incident {number} was changed meanwhile. Repeat it.")
+        raise ConflictError(
+            f"The incident {number} was changed at the same time. Repeat the command."
+        )
 
     def add(self, incident: Incident, decision: AuditedDecision | None = None) -> bool:
         """Add an incident, and delete the oldest closed ones. Returns False if its number is taken."""
@@ -106,7 +108,7 @@ class IncidentRecords:
             incident = open_incident(number, title, labels, now, actor)
             if self.add(incident, decision):
                 return incident
-        raise ConflictError("Other incidents were opened meanwhile. Repeat it.")
+        raise ConflictError("Another incident was opened at the same time. Repeat the command.")
 
     def close(self, number: int, reason: str, actor: str, now: float) -> Incident:
         """Close an incident by hand. Raises as `change`, and ConflictError if it is closed."""

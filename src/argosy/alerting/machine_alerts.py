@@ -82,8 +82,8 @@ class MachineAlerts:
             is_firing=is_firing,
             summary="The store cannot be used",
             description=(
-                f"The store has failed for {gone_s:.0f} s. What serves, serves on with the last known accounts. "
-                f"Nothing is healed or scaled, and usage waits on the disks of the gateways. {problem}"
+                f"The store has failed for {gone_s:.0f} s. Requests are still served, with the last known accounts. "
+                f"No replica is healed or scaled, and usage waits on the disks of the gateways. {problem}"
             ),
             runbook="storeunreachable",
         )
