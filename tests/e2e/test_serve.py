@@ -7,6 +7,7 @@ import shutil
 import signal
 import ssl
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -251,6 +252,39 @@ def test_stored_model_serves_with_the_first_key_and_its_digest_is_listed_and_use
     assert (card["id"], card["digest"]) == ("mini", keyed_server.digest)
     usage = ["usage", "--csv", "-", *keyed_server.store]
     wait_for(lambda: CliRunner().invoke(app, usage).output.count(keyed_server.digest) == 1)
+
+
+@pytest.mark.exhaustive
+def test_backup_under_load_is_restored_and_answers(
+    keyed_server: KeyedServer, tmp_path: Path
+) -> None:
+    backups, has_ended = str(tmp_path / "backups"), threading.Event()
+
+    def request() -> str | None:
+        answer = client.chat.completions.create(
+            model="mini", messages=[HELLO], max_tokens=16, temperature=0
+        )
+        return answer.choices[0].message.content
+
+    def request_until_the_end() -> int:
+        return sum(bool(request()) for _ in iter(has_ended.is_set, True))
+
+    with keyed_server.server.client(keyed_server.key) as client, ThreadPoolExecutor(4) as pool:
+        assert request()
+        usage = ["usage", "--json", *keyed_server.store]
+        wait_for(lambda: CliRunner().invoke(app, usage).output.strip() != "[]")
+        load = [pool.submit(request_until_the_end) for _ in range(4)]
+        created = run_argosy("backup", "create", backups, "--json", *keyed_server.store)
+        has_ended.set()
+        assert all(each.result() for each in load)
+        answer = request()
+    assert answer
+    assert json.loads(created.stdout)["requests"] > 0
+    content = str(HELLO["content"])
+    pinned = ("backup", "verify", backups, "--prompt", content, "--answer")
+    verified = run_argosy(*pinned, answer)
+    assert (verified.returncode, "is whole" in verified.stdout) == (0, True), verified.stderr
+    assert "The answer to the prompt is" in run_argosy(*pinned, "another").stderr
 
 
 def test_second_sigint_exits_at_once(keyed_server: KeyedServer) -> None:

@@ -156,6 +156,30 @@ def test_store_is_copied(store_url: str, tmp_path: Path) -> None:
     assert "Its latest usage is still in" in result.output
 
 
+def test_store_is_backed_up_and_restored(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    run("keys", "create")
+    backups, new = str(tmp_path / "backups"), f"sqlite:///{tmp_path}/new.db"
+    run("backup", "create", backups)
+    backup = run("backup", "create", backups, "--keep", "1").strip()
+    (listed,) = run_json("backup", "list", backups)
+    assert (listed["id"], listed["audit_entries"], backup in run("backup", "list", backups)) == (
+        *(backup, 3, True),
+    )
+    assert f"{backup} is whole" in run("backup", "verify", backups)
+    assert "3 entries of the audit log" in run("backup", "restore", backups, "--store", new)
+    assert run_json("keys", "list", "--store", new) == run_json("keys", "list")
+    assert "exists. Stop its gateways" in run_rejected("backup", "restore", backups)
+    (content,) = (path for path in (tmp_path / "backups/content").rglob("*") if path.is_file())
+    content.write_bytes(content.read_bytes()[:-1])
+    damaged = runner.invoke(app, ("backup", "verify", backups, "--json"))
+    assert damaged.exit_code == 1
+    assert f"store argosy.db (content/{content.parent.name}/{content.name})" in damaged.output
+    assert "has no backup" in run_rejected("backup", "restore", str(tmp_path / "none"))
+
+
 # --- keys and tenants ----------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from argosy.cli import (
     adapters,
     alerts,
     audit,
+    backup,
     batch,
     bench,
     build_native,
@@ -114,6 +115,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "keys": keys.app,
         "tenants": tenants.app,
         "store": store.app,
+        "backup": backup.app,
     },
     "Tools": {
         "explain": explain.explain,

@@ -8,7 +8,7 @@ import typer
 
 from argosy.cli.account_lookup import StoreUrl, open_existing_store, open_or_create_store
 
-app = typer.Typer(help="The store: copy it for a backup or a move.", no_args_is_help=True)
+app = typer.Typer(help="The store: copy it for a move to another database.", no_args_is_help=True)
 
 
 @app.command("copy")

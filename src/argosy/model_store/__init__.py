@@ -33,7 +33,7 @@ from argosy.model_store.model_files import (
     layout_patterns,
     list_model_files,
 )
-from argosy.model_store.model_source import SourceFile, is_url
+from argosy.model_store.model_source import SourceFile, find_file_system, is_url
 from argosy.model_store.model_store import (
     REFERENCE_PREFIX,
     STAGES,

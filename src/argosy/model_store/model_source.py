@@ -213,7 +213,7 @@ def _read_local_report(path: Path) -> bytes | None:
 
 
 def _open_url(url: str, revision: str | None) -> ModelSource:
-    file_system, root = _find_file_system(url)
+    file_system, root = find_file_system(url)
     try:
         details = _list_files(file_system, root)
         manifest = None
@@ -250,8 +250,12 @@ def _open_url(url: str, revision: str | None) -> ModelSource:
     return ModelSource(source=url, files=files, revision=revision or "", card=card, report=report)
 
 
-def _find_file_system(url: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL and the path in it: obstore's where it is installed, or fsspec's own."""
+def find_file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL and the path in it: obstore's where it is installed, or fsspec's own.
+
+    Raises:
+        ModelStoreError: What opens the URL is not installed, or the URL is not valid.
+    """
     from fsspec.core import url_to_fs
 
     protocol = urlsplit(url).scheme.lower()

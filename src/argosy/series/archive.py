@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
+import os
 import sqlite3
 import threading
 import zlib
@@ -77,7 +80,7 @@ class ArchivedSeries:
 class SeriesArchive:
     """SQLite file with the minutes of one gateway. Thread-safe, but calls block on the disk.
 
-    The file is locked, so that two gateways never write to the same one.
+    A second file is locked, so that two gateways never write to the same one, and a backup can read it.
     """
 
     def __init__(self, path: Path, keep_days: float) -> None:
@@ -94,17 +97,23 @@ class SeriesArchive:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._keep_s = keep_days * DAY_S
         self._lock = threading.Lock()
-        self._connection = sqlite3.connect(
-            path, timeout=1.0, isolation_level=None, check_same_thread=False
-        )
-        try:
-            self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        with contextlib.ExitStack() as cleanup:
+            self._lock_file = os.open(
+                f"{path}-lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            cleanup.callback(os.close, self._lock_file)
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise sqlite3.OperationalError("the file is locked by another process") from error
+            self._connection = sqlite3.connect(
+                path, timeout=1.0, isolation_level=None, check_same_thread=False
+            )
+            cleanup.callback(self._connection.close)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
-        except BaseException:
-            self._connection.close()
-            raise
+            cleanup.pop_all()
 
     def write(self, minutes: Iterable[MinuteRow]) -> None:
         """Write complete minutes. Hours that are over are compressed, and old ones are deleted.
@@ -184,6 +193,7 @@ class SeriesArchive:
         """Close the file."""
         with self._lock:
             self._connection.close()
+            os.close(self._lock_file)
 
 
 def _to_block(row: MinuteRow) -> _Block:

@@ -67,6 +67,7 @@ from argosy.store.ledger import (
     parse_report_groups,
 )
 from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
+from argosy.store.migrations import NEWEST_REVISION
 from argosy.store.objective_hours import MissDetails, ObjectiveHour, ObjectiveHours
 from argosy.store.prompts import Prompts
 from argosy.store.quality import Quality

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from sqlite3 import SQLITE_BUSY, SQLITE_PROTOCOL, OperationalError
 from sqlite3 import Connection as SqliteConnection
+from sqlite3 import Error as SqliteError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, inspect, make_url
@@ -304,6 +305,36 @@ class Database:
         name = self._engine.url.database
         is_file = self._engine.dialect.name == "sqlite" and name is not None
         return Path(f"{name}-reserve") if is_file else None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the database is an SQLite file."""
+        return self._reserve is not None
+
+    def copy_pages_to(self, target: Database) -> None:
+        """Replace an SQLite file by the pages of this one, as of one moment. Writers of this one do not wait."""
+        with (
+            self.translate_errors(),
+            self._engine.connect() as source,
+            target.translate_errors(),
+            target._engine.connect() as copy,
+        ):
+            driver_connection: Any = source.connection.driver_connection
+            try:
+                driver_connection.backup(copy.connection.driver_connection)
+            except SqliteError as error:
+                raise StoreError(
+                    f"{self.display_name} cannot be copied to {target.display_name}: {error}."
+                    " Check both disks for errors and free space."
+                ) from error
+
+    def find_damage(self) -> str:
+        """Return the first damage of an SQLite file's pages; empty if there is none, or a server has the database."""
+        if not self.is_file:
+            return ""
+        with self.read_transaction() as connection:
+            found = str(connection.exec_driver_sql("PRAGMA integrity_check(1)").scalar_one())
+        return "" if found == "ok" else found
 
     def keep_reserve(self) -> None:
         """Occupy space beside an SQLite file, which `release_reserve` frees. Without room for it there is none."""

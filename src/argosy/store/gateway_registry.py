@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from sqlalchemy import delete, select
@@ -89,3 +89,18 @@ class SecretStore:
             connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))
             query = select(table.c.value).where(table.c.name == name)
             return bytes(connection.execute(query).scalar_one())
+
+    def read_all(self) -> dict[str, tuple[bytes, float]]:
+        """Return all keys, with the time of creation of each in seconds since the epoch, for a backup."""
+        with self._database.read_transaction() as connection:
+            rows = connection.execute(select(schema.secrets)).all()
+        return {row.name: (bytes(row.value), row.created_at) for row in rows}
+
+    def add_all(self, keys: Mapping[str, tuple[bytes, float]]) -> None:
+        """Add what `read_all` returned. Keys that exist stay."""
+        table = schema.secrets
+        with self._database.write_transaction() as connection:
+            for name, (value, created_at) in keys.items():
+                row = {"name": name, "value": value, "created_at": created_at}
+                statement = conflict_aware_insert(connection, table).values(row)
+                connection.execute(statement.on_conflict_do_nothing(index_elements=["name"]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from sqlalchemy import Connection, Table, delete, func, insert, select
+from sqlalchemy import Connection, Table, delete, func, insert, literal, select
 
 from argosy.folders import state_folder
 from argosy.store import schema
@@ -125,30 +125,59 @@ class Store:
         """Migrate the tables to the newest version. Any number of processes may call this at the same time."""
         migrate(self._database)
 
-    def copy_to(self, other: Store) -> int:
-        """Copy all rows, as of one moment, into an empty store, and return their number.
+    def copy_to(self, other: Store, *, with_secrets: bool = True) -> int:
+        """Copy all rows, as of one moment, into an empty store, and return their number. Others may write meanwhile.
 
-        Registered gateways, console sessions and logs of replicas are left out. Raises ConflictError if the other store
-        is not empty. Both must have the newest tables.
+        Registered gateways, console sessions and logs of replicas are left out, and without `with_secrets` the keys of
+        `secrets`. Raises ConflictError if the other store is not empty. Both must have the newest tables.
         """
         source, target = self._database, other._database
+        left_out = _PASSING_TABLES if with_secrets else (*_PASSING_TABLES, schema.secrets)
+        if not other.is_empty():
+            raise ConflictError(
+                f"{target.display_name} is not empty. Give a new or empty database."
+            )
+        if source.is_file and target.is_file:
+            source.copy_pages_to(target)
+            with target.erasing_deletions(), target.write_transaction() as connection:
+                for table in left_out:
+                    connection.execute(delete(table))
+            return other.count_rows()
         with (
             source.read_transaction() as source_connection,
             target.write_transaction() as target_connection,
         ):
-            if not _is_empty(target_connection):
-                raise ConflictError(
-                    f"{target.display_name} is not empty. Give a new or empty database."
-                )
             target_connection.execute(delete(schema.state))  # creating the table inserted a row
             copied = 0
             for table in schema.metadata.sorted_tables:
-                if table in _PASSING_TABLES:
+                if table in left_out:
                     continue
                 for batch in _read_batches(source, source_connection, table):
                     target_connection.execute(insert(table), batch)
                     copied += len(batch)
             return copied
+
+    def is_empty(self) -> bool:
+        """Return whether no table has a row that `copy_to` would have to replace."""
+        with self._database.read_transaction() as connection:
+            return not any(
+                connection.execute(select(literal(1)).select_from(table).limit(1)).first()
+                for table in schema.metadata.sorted_tables
+                if table not in (schema.state, *_PASSING_TABLES)
+            )
+
+    def count_rows(self) -> int:
+        """Count the rows of all tables that `copy_to` copies."""
+        with self._database.read_transaction() as connection:
+            return sum(
+                connection.execute(select(func.count()).select_from(table)).scalar_one()
+                for table in schema.metadata.sorted_tables
+                if table not in _PASSING_TABLES
+            )
+
+    def find_damage(self) -> str:
+        """Return what is wrong with the pages of an SQLite file; empty if nothing is. A server checks its own pages."""
+        return self._database.find_damage()
 
     def close(self) -> None:
         """Close all connections."""
@@ -253,10 +282,3 @@ def _read_batches(
     with source.translate_errors(), connection.execute(query) as rows:
         for batch in rows.mappings().partitions():
             yield [dict(row) for row in batch]
-
-
-def _is_empty(connection: Connection) -> bool:
-    # Each account has an audit entry, so these tables suffice.
-    tables = (schema.audit, schema.usage, schema.usage_days)
-    counts = (select(func.count()).select_from(table) for table in tables)
-    return not any(connection.execute(count).scalar_one() for count in counts)

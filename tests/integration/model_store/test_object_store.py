@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sysconfig
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
 from obstore.store import S3Store
+from tests.support.migrated_store import open_migrated_store
 from tests.support.small_models import (
     SMALL_MODEL,
     stored_manifest,
@@ -24,6 +25,7 @@ from tests.support.small_models import (
 )
 from tests.support.waiting import wait_for
 
+from argosy.backup import BackupTarget, check_backup, create_backup, delete_old_backups
 from argosy.model_store import (
     MANIFEST_FILE,
     ModelStore,
@@ -176,6 +178,26 @@ def test_file_is_downloaded_over_s3(bucket: S3Store, store: ModelStore) -> None:
     path = stored_path(store, version.digest)
     assert path.name == "m-00001-of-00002.gguf"
     assert version.size == 18
+
+
+def test_backup_is_kept_checked_and_deleted_in_an_object_store(
+    bucket: S3Store, tmp_path: Path
+) -> None:
+    target = BackupTarget("s3://models/backups")
+    assert target.list_ids() == []
+    with closing(open_migrated_store(f"sqlite:///{tmp_path}/argosy.db")) as opened:
+        opened.accounts.create_organisation("acme", actor="test")
+        first, _ = create_backup(opened, target, series_folder=tmp_path)
+        second, manifest = create_backup(opened, target, series_folder=tmp_path)
+    assert delete_old_backups(target, 1) == [first]
+    (part,) = manifest.parts
+    for number, damaged in enumerate((None, b"x" * part.size_bytes)):
+        if damaged is not None:
+            bucket.put(f"backups/content/{part.sha256[:2]}/{part.sha256}", damaged)
+        scratch = tmp_path / str(number)
+        scratch.mkdir()
+        assert bool(check_backup(target, target.find_id(None), scratch).problems) == bool(number)
+    assert target.list_ids() == [second]
 
 
 def _free_ports(count: int) -> list[int]:

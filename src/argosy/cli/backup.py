@@ -1,0 +1,245 @@
+"""`argosy backup`: make, check and restore backups of an installation."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from argosy.cli.account_lookup import StoreUrl, open_existing_store
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.output import JsonOutput, print_json, print_records
+from argosy.cli.quantities import format_dollars, format_size, format_timestamp
+
+if TYPE_CHECKING:
+    from argosy.backup import BackupManifest
+
+app = typer.Typer(
+    help="Backups of store and series, as sets that are checked and restored as a whole.",
+    no_args_is_help=True,
+)
+TargetUrl = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="Folder, or URL of an object store like s3://bucket/name."
+    ),
+]
+BackupReference = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="BACKUP", help="Id of a backup or its beginning; by default the newest."
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a random key for the secrets of the store; without it they are not in the backup.",
+    ),
+]
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        help="Also start a gateway and a replica on the restored store, and send this prompt."
+    ),
+]
+Answer = Annotated[
+    str | None, typer.Option(help="Expected answer to the prompt, of at most 16 tokens.")
+]
+PromptModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Model that answers the prompt; by default the bundled one."),
+]
+
+
+@app.command()
+def create(
+    target: TargetUrl,
+    *,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of backups to keep in TARGET. Older ones are deleted."),
+    ] = None,
+    key_file: KeyFile = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Back up the store, the series of this machine's gateways and the versions of models, while all run on."""
+    from argosy.backup import BackupTarget, create_backup, delete_old_backups, read_cipher
+
+    os.umask(0o077)
+    with open_existing_store(store) as opened_store:
+        opened_target = BackupTarget(target)
+        backup_id, manifest = create_backup(
+            opened_store,
+            opened_target,
+            series_folder=_series_folder(),
+            cipher=read_cipher(key_file),
+        )
+        deleted = [] if keep is None else delete_old_backups(opened_target, keep)
+    if json:
+        print_json(manifest, id=backup_id)
+        return
+    typer.echo(backup_id)
+    removed = f" {len(deleted)} older ones were deleted." if deleted else ""
+    typer.echo(
+        f"{_describe(manifest)} in {manifest.duration_s:.1f} s.{removed} Check it with `argosy backup verify`.",
+        err=True,
+    )
+
+
+@app.command("list")
+def list_backups(target: TargetUrl, *, json: JsonOutput = False) -> None:
+    """List the backups, from old to new."""
+    import msgspec
+
+    from argosy.backup import BackupError, BackupTarget
+
+    try:
+        manifests = BackupTarget(target).read_manifests()
+    except ValueError as error:
+        fail(str(error))
+    rows: list[dict[str, Any]] = [
+        {"id": backup_id, "problem": str(found)}
+        if isinstance(found, BackupError)
+        else {"id": backup_id} | msgspec.to_builtins(found)
+        for backup_id, found in manifests.items()
+    ]
+    print_records(
+        rows,
+        ("Backup", "Created", "Version", "Size", "Requests", "Cost", "Problem"),
+        lambda row: (
+            row["id"],
+            *(
+                ("", "", "", "", "", row["problem"])
+                if "problem" in row
+                else (
+                    format_timestamp(row["created_at"]),
+                    row["version"],
+                    format_size(sum(part["size_bytes"] for part in row["parts"])),
+                    f"{row['requests']:,}",
+                    format_dollars(row["nano_dollars"]),
+                    "",
+                )
+            ),
+        ),
+        "There is no backup.",
+        json=json,
+    )
+
+
+@app.command()
+def verify(
+    target: TargetUrl,
+    backup: BackupReference = None,
+    *,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    model: PromptModel = None,
+    key_file: KeyFile = None,
+    json: JsonOutput = False,
+) -> None:
+    """Restore a backup into a scratch folder, and compare every byte, the audit log and the ledger."""
+    from argosy.backup import BackupTarget, answer_prompt, check_backup, read_cipher
+
+    started_at = time.monotonic()
+    try:
+        opened_target = BackupTarget(target)
+        backup_id = opened_target.find_id(backup)
+        with tempfile.TemporaryDirectory(prefix="argosy-verify-") as scratch:
+            checked = check_backup(opened_target, backup_id, Path(scratch), read_cipher(key_file))
+            if prompt is not None and not checked.problems:
+                given = answer_prompt(checked.store_url, prompt, model)
+                if answer not in {None, given}:
+                    checked.problems.append(f"The answer to the prompt is {given!r}.")
+                elif not json:
+                    typer.echo(f"The restored gateway answers {given!r}.")
+    except ValueError as error:
+        fail(str(error), EXIT_FAILURE)
+    duration_s = time.monotonic() - started_at
+    if json:
+        result = {"id": backup_id, "problems": checked.problems, "duration_s": duration_s}
+        print_json(result)
+    for problem in checked.problems:
+        typer.secho(f"argosy: {problem}", err=True, fg=typer.colors.RED)
+    if checked.problems:
+        raise typer.Exit(EXIT_FAILURE)
+    if not json:
+        typer.echo(
+            f"{backup_id} is whole: {_describe(checked.manifest)}, checked in {duration_s:.1f} s."
+        )
+
+
+@app.command()
+def restore(
+    target: TargetUrl,
+    backup: BackupReference = None,
+    *,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="Rename the files of an SQLite store and of series that exist."
+        ),
+    ] = False,
+    key_file: KeyFile = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Restore a backup into a new or empty store and the series of this machine, after every byte was checked."""
+    from argosy.backup import BackupTarget, read_cipher, restore_backup
+    from argosy.store import default_store_url
+
+    os.umask(0o077)
+    try:
+        opened_target = BackupTarget(target)
+        restored = restore_backup(
+            opened_target,
+            opened_target.find_id(backup),
+            store or default_store_url(),
+            series_folder=_series_folder(),
+            cipher=read_cipher(key_file),
+            replaces=replace,
+        )
+    except ValueError as error:
+        fail(str(error))
+    if json:
+        print_json(restored)
+        return
+    for file in restored.moved:
+        typer.echo(f"What was there before is in {file}.", err=True)
+    for version in restored.missing_models:
+        typer.echo(
+            f"The model {version.name} ({version.digest}) is not on this machine. Pull it from {version.source}.",
+            err=True,
+        )
+    if not restored.has_secrets:
+        typer.echo(
+            "The secrets of the store are not restored. Gateways make new ones, and cannot read the encrypted reasoning"
+            " of earlier responses that clients send.",
+            err=True,
+        )
+    typer.echo(
+        f"{restored.backup_id} of {format_timestamp(restored.manifest.created_at, 'seconds')} is restored in"
+        f" {restored.duration_s:.1f} s: {restored.rows:,} rows, {_describe(restored.manifest)}."
+    )
+
+
+def _series_folder() -> Path:
+    from argosy.folders import state_folder
+
+    try:
+        return state_folder() / "series"
+    except FileNotFoundError as error:
+        fail(str(error))
+
+
+def _describe(manifest: BackupManifest) -> str:
+    series = sum(part.kind == "series" for part in manifest.parts)
+    return (
+        f"{format_size(manifest.size_bytes)}, {manifest.requests:,} requests for"
+        f" {format_dollars(manifest.nano_dollars)}, {manifest.audit_entries:,} entries of the audit log,"
+        f" {series} series"
+    )
