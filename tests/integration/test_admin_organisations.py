@@ -121,6 +121,7 @@ CASES: dict[str, EndpointCase] = {
     "get_key": EndpointCase("viewer", id_kind="key"),
     "rotate_key": EndpointCase("operator", id_kind="key"),
     "revoke_key": EndpointCase("operator", id_kind="key"),
+    "advise_replicas": EndpointCase("viewer", "gateway"),
     "compare_billed_and_caused_costs": EndpointCase("viewer", "gateway"),
     "report_budgets": EndpointCase("viewer"),
     "list_cost_outliers": EndpointCase("viewer", is_same_for_all=True),

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +25,7 @@ from argosy.cli.account_lookup import (
 from argosy.cli.failure import fail
 from argosy.cli.output import JsonOutput, print_records
 from argosy.cli.quantities import format_dollars, format_timestamp, parse_past_time
+from argosy.cli.server_client import DEFAULT_URL, GatewayApiKey, GatewayUrl, call_admin_api
 
 DEFAULT_GROUPS = "project,model"
 DEFAULT_COST_PERIOD_S = 6 * 86_400
@@ -260,6 +261,40 @@ def outliers(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
         "No request of the last 7 days is an outlier.",
         json=json,
     )
+
+
+@app.command()
+def advice(
+    *, url: GatewayUrl = DEFAULT_URL, api_key: GatewayApiKey = None, json: JsonOutput = False
+) -> None:
+    """Show which models have idle or too many replicas, by their requests of the last 14 days, and what fewer save."""
+    answer = call_admin_api(url, api_key, "GET", "/admin/costs/advice")
+    print_records(
+        answer["data"],
+        ("Model", "Owner", "Replicas", "Advice", "Mean use", "Busiest", "Saves a month", "Reason"),
+        lambda row: (
+            row["model"],
+            ", ".join(row["owners"]),
+            row["replicas"],
+            _describe_advice(row),
+            _format_ratio(row["mean_ratio"]),
+            _format_ratio(row["peak_ratio"]),
+            format_dollars(row["saved_nano_dollars"]),
+            row["reason"],
+        ),
+        "No replica serves a model.",
+        json=json,
+    )
+
+
+def _describe_advice(row: dict[str, Any]) -> str:
+    if row["advised_replicas"] == row["replicas"]:
+        return str(row["verdict"])
+    return f"{row['verdict']}: {row['advised_replicas']}"
+
+
+def _format_ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.0%}"
 
 
 def _format_amount(unit: str, amount: int) -> str:

@@ -41,6 +41,7 @@ from argosy.policy.cost_watch import (
     BudgetForecast,
     explain_outlier,
     forecast_budget,
+    forecast_month,
 )
 from argosy.policy.deficit_round_robin import QUANTUM_TOKENS, QueuedRequest
 from argosy.policy.event_prefix_index import (
@@ -113,6 +114,7 @@ from argosy.policy.reservation import (
 from argosy.policy.residency import Residency, ResidentModel, decide_residency
 from argosy.policy.resolved_addresses import ResolvedAddresses
 from argosy.policy.retries import Hedging, PoisonRequestTracker, RetryBudget, backoff_s
+from argosy.policy.right_sizing import SizeAdvice, SizeVerdict, advise_size
 from argosy.policy.routing import (
     ROUTING_POLICIES,
     BoundedHash,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from calendar import monthrange
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
 import msgspec
 
 from argosy.policy.reservation import Rates
@@ -9,6 +13,9 @@ from argosy.protocol import TokenUsage
 
 BUDGET_STEPS_PERCENT = (50, 80, 100)
 """Used shares of a budget at which people are notified."""
+DAY_S = 86_400
+MONTH_MEAN_DAYS = 7
+"""Days whose mean is expected of the rest of a month."""
 MIN_ELAPSED_FRACTION = 0.01
 """Part of a period before which its rate says nothing."""
 OUTLIER_PERIOD_S = 7 * 86_400
@@ -58,6 +65,24 @@ def forecast_budget(
         exhausted_at=exhausted_at,
         step_percent=max(reached, default=0),
     )
+
+
+def forecast_month(days: Mapping[int, int], now: float) -> tuple[int, int]:
+    """Return what this month (UTC) has cost, and what it will at the mean of the last complete days, at most 7.
+
+    Args:
+        days: Cost by day since the epoch.
+        now: Seconds since the epoch.
+    """
+    today = int(now // DAY_S)
+    date = datetime.fromtimestamp(now, UTC)
+    first = today - date.day + 1
+    spent = sum(cost for day, cost in days.items() if day >= first)
+    recent = [days[day] for day in range(today - MONTH_MEAN_DAYS, today) if day in days]
+    if not recent:
+        return spent, spent
+    left_s = (first + monthrange(date.year, date.month)[1]) * DAY_S - now
+    return spent, spent + round(sum(recent) / len(recent) * left_s / DAY_S)
 
 
 def explain_outlier(usage: TokenUsage, typical: TokenUsage, rates: Rates) -> str:

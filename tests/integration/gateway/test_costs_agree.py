@@ -89,6 +89,10 @@ async def test_six_sources_have_the_same_numbers(tmp_path: Path) -> None:
         assert series["cost_nano_dollars"] == ledger.nano_dollars
         assert series["output_tokens"] == ledger.output_tokens
 
+        (advice,) = (await client.get("/admin/costs/advice")).json()["data"]
+        assert (advice["model"], advice["replicas"], advice["advised_replicas"]) == ("big", 1, 1)
+        assert advice["verdict"] == "unknown"
+
         await until(lambda: len(sink.traces()) >= 3)
     costs = [
         pair.value.double_value

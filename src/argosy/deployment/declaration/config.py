@@ -252,6 +252,10 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum memory of each replica, such as `16GiB`. None does not restrict it."""
     dollars_per_hour: ByOperator[Annotated[float, Meta(ge=0, le=1e6)]] = 0.0
     """Price of the hardware of a replica for an hour, in dollars. `argosy usage cost` divides it among projects."""
+    owner: ByOperator[Annotated[str, Meta(max_length=200)]] = ""
+    """Team or person to ask about the pool. `argosy usage advice` shows it."""
+    keep_idle: ByOperator[bool] = False
+    """Whether its replicas are wanted without requests too. No advice is to stop them."""
     replicas: ByOperator[ReplicaCount | None] = None
     """Number of replicas that serve. 1 if neither it nor `min_replicas` is set."""
     min_replicas: ByOperator[ReplicaCount | None] = None

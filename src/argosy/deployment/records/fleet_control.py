@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from argosy.deployment.declaration.comparison import compare_fleets
-from argosy.deployment.declaration.config import FleetConfig
+from argosy.deployment.declaration.config import FleetConfig, PoolConfig
 from argosy.deployment.declaration.documents import dump_fleet
 from argosy.deployment.declaration.loading import parse_remote_change
 from argosy.deployment.declaration.remote_change import check_remote_change
@@ -81,6 +83,15 @@ class FleetControl:
             revision=found.number,
             declaration=dump_fleet(parse_declaration(found)),
         )
+
+    def read_pools(self) -> Sequence[PoolConfig]:
+        """Return the pools of the declaration in force.
+
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ValueError: The declaration is invalid for this version.
+        """
+        return parse_declaration(self._require_latest()).pools
 
     def plan_change(self, declaration: str) -> FleetPlan:
         """Return what applying a declaration in YAML or JSON would change.

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from argosy.gateway.model_registry import AdapterReplica
 from argosy.gateway.principal import PrincipalFields
+from argosy.policy import SizeAdvice
 from argosy.policy.prompts import PromptContent
 from argosy.policy.rollout import MetricVerdict
 from argosy.policy.traffic import FeatureFlag, FlagState, VariantName
@@ -253,6 +254,22 @@ class UsageView(UsageReportRow, frozen=True, kw_only=True, tag_field="object", t
 
 class CostView(CostRow, frozen=True, kw_only=True, tag_field="object", tag="cost"):
     """A project's bill for a model, beside the cost that it caused."""
+
+
+class CostAdviceView(SizeAdvice, frozen=True, kw_only=True, tag_field="object", tag="cost.advice"):
+    """Advice on the number of replicas of a model, and what they cost."""
+
+    model: str
+    replicas: int
+    pools: list[str]
+    """Its pools in the fleet file. Empty for replicas that no fleet declares."""
+    owners: list[str]
+    saved_nano_dollars: int
+    """Saving of the advice in a month of 730 hours; negative if it adds replicas."""
+    month_nano_dollars: int
+    """Cost of the hardware in this month (UTC) until now."""
+    expected_nano_dollars: int
+    """Its cost at the end of the month, at the mean of the last 7 days."""
 
 
 class BudgetView(Limit, frozen=True, kw_only=True, tag_field="object", tag="budget"):

@@ -34,7 +34,7 @@ export default function Usage() {
     <${Card} title="Cost by day" note="UTC days"><${Resource} of=${days} empty="No request ended in this time.">${({ data }) => html`<${Days} rows=${data} />`}<//><//>
     <${Card} title=${label}><${Resource} of=${report} empty="No request ended in this time. Widen the range, or remove the filter.">
       ${() => html`<${Table} label=${label} columns=${columnsFor(by, names)} rows=${rows} rowKey=${(row) => row[by] ?? ""} csv=${`usage-by-${by}.csv`} initialSort=${MOST_EXPENSIVE} pages=${may("viewer") ? pages : null} />`}<//><//>
-    ${may("viewer", "gateway") ? html`<${Costs} since=${since} names=${names} />` : null}
+    ${may("viewer", "gateway") ? html`<${Costs} since=${since} names=${names} /><${Advice} />` : null}
     ${may("viewer") ? html`<${Budgets} names=${names} /><${Outliers} names=${names} /><${PrefixDoctor} model=${model} />` : null}`;
 }
 
@@ -71,6 +71,27 @@ const costColumns = (names) => [
   { key: "model", label: "Model", value: (row) => row.model, cell: (row) => visible(row.model) },
   { key: "billed", label: "Billed", isNumber: true, value: (row) => row.billed, cell: (row) => (row.is_idle ? "" : money(row.billed)) },
   { key: "caused", label: "Caused", isNumber: true, value: (row) => row.caused, cell: (row) => money(row.caused) },
+];
+
+// Models with idle, too many or too few replicas.
+function Advice() {
+  const advice = useResource("admin/costs/advice", 300000);
+  return html`<${Card} title="Replicas and their use" note="requests that ran or waited in the last 14 days, as a share of the slots"><${Resource} of=${advice} empty="No replica serves a model.">
+    ${({ data }) => html`<${Table} label="Replicas and their use" columns=${ADVICE} rows=${data} rowKey=${(row) => row.model} height=${220} csv="replica-advice.csv" />`}<//><//>`;
+}
+
+const ADVICE_KINDS = { idle: "warn", oversized: "warn", undersized: "bad", fits: "ok", unknown: "none" };
+const ADVICE = [
+  { key: "model", label: "Model", value: (row) => row.model, cell: (row) => visible(row.model) },
+  { key: "owner", label: "Owner", value: (row) => row.owners.join(", "), cell: (row) => visible(row.owners.join(", ")) },
+  { key: "verdict", label: "Size", value: (row) => row.verdict, cell: (row) => html`<span title=${row.reason}><${Pill} kind=${ADVICE_KINDS[row.verdict]}>${row.verdict}<//></span>` },
+  { key: "replicas", label: "Replicas", isNumber: true, value: (row) => row.replicas },
+  { key: "advised", label: "Advised", isNumber: true, value: (row) => row.advised_replicas },
+  { key: "mean", label: "Mean use", isNumber: true, value: (row) => row.mean_ratio ?? 0, cell: (row) => percent(row.mean_ratio ?? undefined) },
+  { key: "peak", label: "Busiest", isNumber: true, value: (row) => row.peak_ratio ?? 0, cell: (row) => percent(row.peak_ratio ?? undefined) },
+  { key: "saved", label: "Saves a month", isNumber: true, value: (row) => row.saved_nano_dollars, cell: (row) => money(row.saved_nano_dollars) },
+  { key: "month", label: "This month", isNumber: true, value: (row) => row.month_nano_dollars, cell: (row) => money(row.month_nano_dollars) },
+  { key: "expected", label: "At its end", isNumber: true, value: (row) => row.expected_nano_dollars, cell: (row) => money(row.expected_nano_dollars) },
 ];
 
 // Requests that cost far more than others of their project and model.
