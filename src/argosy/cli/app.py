@@ -42,6 +42,7 @@ from argosy.cli import (
     serve,
     store,
     tenants,
+    twin,
     usage,
     validate,
 )
@@ -134,6 +135,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "replicas": replicas.app,
         "routing": routing.app,
         "bench": bench.app,
+        "twin": twin.app,
     },
 }
 """Commands by their group in the help."""

@@ -75,7 +75,7 @@ class RunningBatch:
         """Running sequences of requests with several."""
         self._yield_credit_steps = MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
         """Steps made, minus `YIELD_INTERVAL_STEPS` for each yield."""
-        self._is_short = False
+        self.is_short = False
         """Whether a sequence found no block, while one that was planned before it has to be preempted for it."""
 
     def sequences_from_tier(self, lowest_tier: int) -> tuple[Sequence, ...]:
@@ -90,13 +90,11 @@ class RunningBatch:
         Returns:
             The head of the queue, if it has room now and sequences of lower tiers still run. Otherwise None.
         """
-        if self._is_short:
-            self._is_short = False
+        if self.is_short:
+            self.is_short = False
             if self.sequences:
                 self._preempt_for_blocks(self._choose_least_important())
-        self._yield_credit_steps = min(
-            self._yield_credit_steps + 1, MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
-        )
+        self._add_yield_credit(1)
         head = self._queue.peek()
         if head is None or not self.sequences:
             return None
@@ -119,6 +117,16 @@ class RunningBatch:
             AdmissionCandidate(head.tier, self._kv_cache.tokens_to_compute(head))
             if has_room and lower_seqs
             else None
+        )
+
+    def skip_steps(self, steps: int) -> None:
+        """Count steps that are applied without a plan."""
+        self.last_planned_step += steps
+        self._add_yield_credit(steps)
+
+    def _add_yield_credit(self, steps: int) -> None:
+        self._yield_credit_steps = min(
+            self._yield_credit_steps + steps, MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
         )
 
     def admit_next(self, plan: StepPlan, now: float, lowest_tier: int) -> Sequence | None:
@@ -171,7 +179,7 @@ class RunningBatch:
                 return False
             victim = self._choose_least_important()
             if victim.priority_order < seq.priority_order:
-                self._is_short = True  # this step may compute it already, so that it is preempted before the next
+                self.is_short = True  # this step may compute it already, so that it is preempted before the next
                 return False
             self._preempt_for_blocks(victim)
             if victim is seq:

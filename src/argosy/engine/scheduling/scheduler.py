@@ -300,6 +300,42 @@ class Scheduler:
         self._batch.requeue_unblocked()
         return updates
 
+    def count_plain_decodes(self) -> int:
+        """Return for how many steps each running sequence will decode one token while nothing else changes.
+
+        A step that admits, preempts or ends a sequence is not among them, nor is one with a prefill or with drafts.
+        Without an event from outside, `skip_decodes` may apply these steps at once, as simulations do.
+        """
+        running, cache, size = self.running, self.kv_cache, self.limits.block_size
+        is_settled = not (self._steps_in_flight or self.waiting or self._batch.is_short)
+        if not (running and is_settled) or cache.snapshots is not None:
+            return 0
+        if self.token_budget.is_reduced or len(running) > self.token_budget.tokens:
+            return 0
+        if not all(seq.is_prefilled and seq.length - seq.computed_len == 1 for seq in running):
+            return 0
+        steps = min(seq.max_length - seq.length for seq in running) - 1
+        missing = (max(0, seq.computed_len + steps - seq.capacity) for seq in running)
+        blocks = sum(-(-tokens // size) for tokens in missing) * len(self.limits.kv_windows)
+        return max(0, steps) if blocks <= cache.pool.available_blocks else 0
+
+    def skip_decodes(self, steps: int, token: int) -> None:
+        """Apply `steps` steps, at most `count_plain_decodes`, in which each running sequence decodes `token`.
+
+        The state is that after as many calls of `schedule` and `commit`, but for the numbers of new blocks.
+        """
+        plan = StepPlan(0)
+        for seq in self.running:
+            end = seq.computed_len = seq.computed_len + steps
+            seq.length += steps
+            seq.tokens += [token] * steps
+            seq.tenant_counter.served_tokens += steps * seq.decode_cost
+            self.kv_cache.extend_blocks(seq, end, plan)
+            if end >= seq.next_full_length:
+                self.kv_cache.update_full_blocks(seq, end)
+        self._batch.skip_steps(steps)
+        self._ttft_guard.skip_steps(steps)
+
     def recover_failed_step(self) -> list[Sequence]:
         """Roll back all steps in flight after the oldest of them raised.
 

@@ -90,6 +90,12 @@ class TtftGuard:
         self._credit_steps = MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
         """Steps made, minus `YIELD_INTERVAL_STEPS` for each yield."""
 
+    def skip_steps(self, steps: int) -> None:
+        """Count steps in which all tiers take part."""
+        self._credit_steps = min(
+            self._credit_steps + steps, MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
+        )
+
     def lowest_admitted_tier(
         self, running: list[Sequence], candidate: AdmissionCandidate | None, max_prefill_tokens: int
     ) -> int:
@@ -97,7 +103,7 @@ class TtftGuard:
 
         `running` is sorted by tier. A step has at most `max_prefill_tokens` prefill tokens.
         """
-        self._credit_steps = min(self._credit_steps + 1, MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS)
+        self.skip_steps(1)
         if self._credit_steps < YIELD_INTERVAL_STEPS:
             return NEVER
         tier = _highest_due_tier(running)

@@ -1,0 +1,166 @@
+"""`argosy twin`: run the production's decisions under a virtual clock, with simulated requests and faults.
+
+The files may be from anyone: they are bounded as all settings files are, and nothing that they name is started or
+connected to. Only a trace that a scenario names is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.output import JsonOutput, print_json
+from argosy.machine_resources import usable_cpus
+
+if TYPE_CHECKING:
+    from argosy.bench import MetricName
+    from argosy.twin import Scenario, TwinResult
+
+MAX_SEEDS = 1_000_000
+SHOWN_LATENCIES: tuple[MetricName, ...] = ("ttft", "tpot", "e2e")
+
+app = typer.Typer(
+    help="Digital twin: the fleet's own decisions under a virtual clock.", no_args_is_help=True
+)
+
+ScenarioFiles = Annotated[
+    list[Path],
+    Argument(
+        metavar="SCENARIO...",
+        help="YAML files; each overrides the settings of those before it.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+
+
+@app.callback()
+def twin() -> None:
+    """Run simulated requests and faults through the production's own scheduler, gateway and controller."""
+
+
+@app.command()
+def run(
+    scenario_files: ScenarioFiles,
+    *,
+    seed: Annotated[int, Option(min=0, help="First seed.")] = 1,
+    seeds: Annotated[int, Option(min=1, max=MAX_SEEDS, help="Number of seeds to run.")] = 1,
+    jobs: Annotated[
+        int | None, Option(min=1, max=256, help="Processes; by default one for each CPU.")
+    ] = None,
+    save_failure: Annotated[
+        Path | None,
+        Option(help="Shrink the first failing seed, and write it as a scenario to this file."),
+    ] = None,
+    json: JsonOutput = False,
+) -> None:
+    """Run a scenario, and show latencies, failures, utilisation and a hash of all that happened.
+
+    Exits with status 1 if an invariant did not hold for a seed.
+    """
+    from argosy.twin import read_scenario
+
+    try:
+        scenario = read_scenario(scenario_files)
+        results = list(_run_seeds(scenario, range(seed, seed + seeds), jobs))
+    except ValueError as error:
+        fail(str(error))
+    failed = [result for result in results if result.failure]
+    if json:
+        print_json(results)
+    elif seeds == 1:
+        _print_result(results[0])
+    else:
+        _print_seeds(results)
+    if not failed:
+        return
+    if save_failure is not None:
+        _save_failure(scenario, failed[0], save_failure)
+    raise typer.Exit(EXIT_FAILURE)
+
+
+def _run_seeds(scenario: Scenario, seeds: range, jobs: int | None) -> Iterator[TwinResult]:
+    """Run the seeds, in several processes if there are several. Their order is kept."""
+    from argosy.twin import run_scenario
+
+    run_one = partial(run_scenario, scenario)
+    workers = min(jobs or usable_cpus(), len(seeds))
+    if workers == 1:
+        yield from map(run_one, seeds)
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(run_one, seeds, chunksize=max(1, min(8, len(seeds) // workers)))
+
+
+def _print_result(result: TwinResult) -> None:
+    summary = result.summary
+    typer.echo(
+        f"{result.simulated_s:,.0f} s simulated with {result.events:,} events: {summary.completed:,} requests "
+        f"completed, {summary.failed:,} failed, {summary.cancelled:,} cancelled"
+    )
+    typer.echo(f"{'ms':>12} {'mean':>10} {'p50':>10} {'p90':>10} {'p99':>10} {'p99.9':>10}")
+    for metric in SHOWN_LATENCIES:
+        stats = summary.latency[metric]
+        values = (stats.mean, stats.p50, stats.p90, stats.p99, stats.p999)
+        typer.echo(f"{metric.upper():>12} " + " ".join(f"{value:>10,.1f}" for value in values))
+    typer.echo(
+        f"output {summary.output_token_rate:,.1f} tokens/s, utilisation {result.utilisation:.0%}, "
+        f"{result.replica_hours:.2f} replica-hours, {result.cached_fraction:.0%} of prompts cached"
+    )
+    if summary.goodput is not None:
+        typer.echo(
+            f"goodput {summary.goodput:.2f} requests/s, {summary.attainment or 0.0:.1%} of requests met the objectives"
+        )
+    for title, counts in (
+        ("errors", summary.errors),
+        ("attempts and ends", result.effects),
+        ("controller", result.actions),
+    ):
+        if counts:
+            shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+            typer.echo(f"{title}: {shown}")
+    if result.failure:
+        typer.secho(f"broken: {result.failure}", fg=typer.colors.RED)
+    typer.echo(_identify(result))
+
+
+def _identify(result: TwinResult) -> str:
+    from argosy.version import VERSION
+
+    return (
+        f"seed {result.seed}, configuration {result.configuration}, version {VERSION}, "
+        f"hash {result.trace_hash}"
+    )
+
+
+def _print_seeds(results: list[TwinResult]) -> None:
+    failed = [result for result in results if result.failure]
+    completed = sum(result.summary.completed for result in results)
+    lost = sum(result.summary.failed for result in results)
+    typer.echo(
+        f"{len(results):,} seeds, {completed:,} requests completed, {lost:,} failed; "
+        f"every invariant held for {len(results) - len(failed):,} seeds"
+    )
+    for result in failed[:10]:
+        typer.secho(f"seed {result.seed}: {result.failure}", fg=typer.colors.RED)
+    typer.echo(f"first: {_identify(results[0])}")
+
+
+def _save_failure(scenario: Scenario, result: TwinResult, path: Path) -> None:
+    from argosy.twin import shrink, write_scenario
+
+    smallest = shrink(scenario, result.seed)
+    requests, faults = len(smallest.requests or ()), len(smallest.faults)
+    comment = f"Shrunk from seed {result.seed}; run it with --seed {result.seed}.\n{result.failure}"
+    try:
+        write_scenario(path, smallest, comment)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}", EXIT_FAILURE)
+    typer.echo(f"shrunk to {requests} requests and {faults} faults: {path}", err=True)

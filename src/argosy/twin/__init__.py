@@ -1,0 +1,22 @@
+"""Digital twin: the production's decisions under a virtual clock, on a model of the hardware.
+
+A `Scenario` and a seed determine the requests and the faults of a run (`make_plan`). `run_scenario` drives them through
+a `SimulatedGateway`, a `SimulatedFleet` and its replicas. These perform effects by events of a `Simulation`, while all
+decisions are those of `argosy.policy` and of the engine's `Scheduler`. Each step has the price of a `StepCost`. The
+result has the measurements of a benchmark, and a hash of all that happened. `hardware` prices the steps of a replica on
+an accelerator.
+"""
+
+from argosy.twin.linear_cost import LinearStepCost
+from argosy.twin.run import Plan, TwinResult, make_plan, run_scenario
+from argosy.twin.scenario import (
+    Engine,
+    Fault,
+    PoolSettings,
+    Scenario,
+    read_scenario,
+    write_scenario,
+)
+from argosy.twin.shrinking import shrink
+from argosy.twin.step_cost import StepCost
+from argosy.twin.workload import SimulatedRequest, Tenant, Workload

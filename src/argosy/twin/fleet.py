@@ -1,0 +1,361 @@
+"""Control plane of a simulated fleet: the production's reconciliation and autoscaler, and a launcher of replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import msgspec
+
+from argosy.engine.scheduling import SchedulerLimits
+from argosy.policy.autoscaling import (
+    ArrivedTokens,
+    Autoscaler,
+    AutoscalerSettings,
+    CapacityEstimator,
+    PoolObservation,
+    ReplicaReport,
+)
+from argosy.policy.placement import CapacityChanged, PlacementReplica
+from argosy.policy.reconciliation import (
+    MAX_PAST_RUNS,
+    Action,
+    Admit,
+    DesiredFleet,
+    DesiredPool,
+    Drain,
+    LaunchState,
+    ObservedFleet,
+    ObservedReplica,
+    Remove,
+    ReplicaRun,
+    Start,
+    Stop,
+    Withdraw,
+    continue_observation,
+    reconcile,
+    replica_name,
+)
+from argosy.twin.gateway import SimulatedGateway
+from argosy.twin.prober import Prober
+from argosy.twin.replica import Fidelity, SimulatedReplica
+from argosy.twin.simulation import NS_PER_S, Simulation, require
+from argosy.twin.step_cost import StepCost
+
+POOL = "pool"
+LAUNCHER = "simulated"
+OBSERVATION_INTERVAL_S = 2.0
+MAX_OBSERVATION_GAP_S = 3.0
+SCALING_INTERVAL_S = 5.0
+PUBLISH_S = 0.5
+"""Time until a gateway follows a published rotation."""
+DRAIN_TIMEOUT_S = 60.0
+
+
+class _Member(msgspec.Struct, eq=False):
+    """Replica of the pool, as its launcher and the controller's records have it."""
+
+    process: SimulatedReplica
+    generation: int
+    ordinal: int
+    attempt: int = 0
+    started_at: float = 0.0
+    ready_at: float | None = None
+    state: LaunchState = LaunchState.EXITED
+    reason: str = ""
+    exited_at: float | None = None
+    last_response_at: float | None = None
+    in_rotation: bool = False
+    past_runs: tuple[ReplicaRun, ...] = ()
+
+
+class SimulatedFleet:
+    """Fleet of one pool.
+
+    Args:
+        simulation: Clock and events.
+        desired: Pool as it is declared.
+        limits: Limits of each replica's scheduler.
+        cost: Price of the steps.
+        fidelity: Fidelity of the replicas.
+        start_s: Time from the start of a replica until it serves.
+        scaling: Limits of the autoscaler; None if it is off.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        desired: DesiredPool,
+        *,
+        limits: SchedulerLimits,
+        cost: StepCost,
+        fidelity: Fidelity,
+        start_s: float,
+        scaling: AutoscalerSettings | None,
+    ) -> None:
+        self.desired = desired
+        self.processes: dict[str, SimulatedReplica] = {}
+        self.clock_offset_s = 0.0
+        """How far the controller's clock is ahead."""
+        self.failing_generation: int | None = None
+        """Generation whose replicas exit as soon as they start."""
+        self.num_actions: Counter[str] = Counter()
+        self.replica_s = 0.0
+        """Time in which replicas ran, all together."""
+        self.busy_s = 0.0
+        """Part of it in which they computed steps."""
+        self._simulation = simulation
+        self._limits = limits
+        self._cost = cost
+        self._fidelity = fidelity
+        self._start_s = start_s
+        self._members: dict[str, _Member] = {}
+        self._observed_at = self._observing_since = simulation.now
+        self._scaling = scaling
+        self.autoscaler = None if scaling is None else Autoscaler(scaling)
+        self._capacity = CapacityEstimator(None, None)
+        self._tokens_before = (0.0, 0.0)
+
+    def start(self, gateway: SimulatedGateway) -> None:
+        """Begin with all declared replicas ready, and control them from now on."""
+        self._gateway = gateway
+        self._prober = Prober(self._simulation, gateway, self.processes)
+        for ordinal in range(self.desired.replicas):
+            name = replica_name(POOL, self.desired.generation, ordinal)
+            member = self._launch(name, self.desired.generation, ordinal)
+            self._become_ready(member, member.attempt)
+            member.in_rotation = True
+            self._publish(name)
+        self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
+        if self._scaling is not None:
+            self._simulation.call_later(SCALING_INTERVAL_S, self._scale)
+
+    def find_running(self, ordinal: int) -> SimulatedReplica | None:
+        """Return the process of the replica with this number, counted around; None if none runs."""
+        running = [each.process for each in self._members.values() if each.process.state != "down"]
+        return running[ordinal % len(running)] if running else None
+
+    def crash(self, process: SimulatedReplica, reason: str) -> None:
+        """Let a process exit at once."""
+        member = self._members.get(process.name)
+        if member is None or member.process is not process or process.state == "down":
+            return
+        now = self._simulation.now
+        process.restart()
+        process.state = "down"
+        self._count_time(member)
+        member.state, member.reason, member.exited_at = LaunchState.EXITED, reason, now
+        self._simulation.trace(f"exit {process.name} {reason}")
+        self._gateway.lose_replica(process, reason)
+
+    def finish(self) -> None:
+        """Count the time of the replicas that still run."""
+        for member in self._members.values():
+            if member.process.state != "down":
+                self._count_time(member)
+
+    def _count_time(self, member: _Member) -> None:
+        self.replica_s += self._simulation.now - member.started_at
+        self.busy_s += member.process.busy_ns / NS_PER_S
+
+    # --- launcher --------------------------------------------------------------------------------
+
+    def _launch(self, name: str, generation: int, ordinal: int) -> _Member:
+        member = self._members.get(name)
+        process = SimulatedReplica(
+            name,
+            self._simulation,
+            self._limits,
+            self._cost,
+            self._fidelity,
+            self._gateway.on_tokens,
+        )
+        process.state = "starting"
+        if member is None:
+            member = self._members[name] = _Member(process, generation, ordinal)
+        member.process = self.processes[name] = process
+        member.attempt += 1
+        member.state, member.reason, member.exited_at = LaunchState.RUNNING, "", None
+        member.started_at, member.ready_at = self._simulation.now, None
+        member.last_response_at = None
+        return member
+
+    def _become_ready(self, member: _Member, attempt: int) -> None:
+        if member.attempt != attempt or member.process.state != "starting":
+            return
+        if member.generation == self.failing_generation:
+            self.crash(member.process, "exited with status 1")
+            return
+        member.process.state = "ready"
+
+    def _exit_if_drained(self, member: _Member, deadline: float) -> None:
+        if member.state is not LaunchState.DRAINING:
+            return
+        if not member.process.scheduler.has_work or self._simulation.now >= deadline:
+            self.crash(member.process, "drained")
+        else:
+            self._simulation.call_later(1.0, partial(self._exit_if_drained, member, deadline))
+
+    def reclaim(self, process: SimulatedReplica, notice_s: float) -> None:
+        """Let the owner of the machine take it back, with a notice."""
+        if process.state == "ready":
+            process.state = "draining"
+        self._simulation.call_later(notice_s, partial(self.crash, process, "reclaimed"))
+
+    # --- control ---------------------------------------------------------------------------------
+
+    def _control(self) -> None:
+        now = self._simulation.now + self.clock_offset_s
+        self._observing_since = continue_observation(
+            self._observing_since, self._observed_at, now, MAX_OBSERVATION_GAP_S
+        )
+        self._observed_at = now
+        observed = ObservedFleet(
+            replicas=tuple(self._observe(name, each) for name, each in self._members.items()),
+            observing_since=self._observing_since,
+        )
+        for action in reconcile(DesiredFleet(pools=(self.desired,)), observed, now).actions:
+            self._act(action)
+        self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
+
+    def _observe(self, name: str, member: _Member) -> ObservedReplica:
+        process, now = member.process, self._simulation.now + self.clock_offset_s
+        is_reachable = process.state != "down" and not process.is_cut
+        if is_reachable:
+            member.last_response_at = now
+            if process.state == "ready" and member.ready_at is None:
+                member.ready_at = now
+        is_routed = name in self._gateway.pool.replicas
+        return ObservedReplica(
+            name=name,
+            pool=POOL,
+            generation=member.generation,
+            ordinal=member.ordinal,
+            launcher=LAUNCHER,
+            attempt=member.attempt,
+            started_at=member.started_at,
+            ready_at=member.ready_at,
+            in_rotation=member.in_rotation,
+            past_runs=member.past_runs,
+            state=member.state,
+            reason=member.reason,
+            exited_at=member.exited_at,
+            last_response_at=member.last_response_at,
+            is_serving=is_reachable and process.state == "ready",
+            reported_state=process.state if is_reachable else "",
+            is_routed=is_routed,
+            is_routed_by_any=is_routed,
+        )
+
+    def _act(self, action: Action) -> None:
+        name, simulation = action.replica, self._simulation
+        self.num_actions[type(action).__name__] += 1
+        simulation.trace(f"{type(action).__name__} {name} {action.reason}")
+        self._check_permitted(action)
+        match action:
+            case Start():
+                self._start(action)
+            case Admit():
+                self._members[name].in_rotation = True
+                simulation.call_later(PUBLISH_S, partial(self._publish, name))
+            case Withdraw():
+                self._members[name].in_rotation = False
+                simulation.call_later(PUBLISH_S, partial(self._publish, name))
+            case Drain():
+                member = self._members[name]
+                member.state, member.process.state = LaunchState.DRAINING, "draining"
+                self._exit_if_drained(member, simulation.now + DRAIN_TIMEOUT_S)
+            case Stop():
+                self.crash(self._members[name].process, action.reason)
+            case Remove():
+                del self._members[name]
+
+    def _start(self, action: Start) -> None:
+        run = action.ended_run
+        member = self._launch(action.replica, action.generation, action.ordinal)
+        if run is not None and all(each.attempt != run.attempt for each in member.past_runs):
+            member.past_runs = (*member.past_runs, run)[-MAX_PAST_RUNS:]
+        self._simulation.call_later(
+            self._start_s, partial(self._become_ready, member, member.attempt)
+        )
+
+    def _publish(self, name: str) -> None:
+        """Let the gateway follow the rotation."""
+        member, pool, now = self._members.get(name), self._gateway.pool, self._simulation.now
+        in_rotation = member is not None and member.in_rotation
+        if in_rotation and name not in pool.replicas:
+            replica = PlacementReplica(name, arithmetic_id="simulated")
+            replica.load.max_seqs = self._limits.max_seqs
+            replica.health.on_report_required()
+            pool.add(replica)
+            self._prober.watch(replica)
+        elif not in_rotation and name in pool.replicas:
+            pool.remove(name, now)
+        self._gateway.handle(CapacityChanged(pool))
+
+    def _check_permitted(self, action: Action) -> None:
+        """Check an action by what really exists."""
+        member, name = self._members.get(action.replica), action.replica
+        running = sum(each.state is not LaunchState.EXITED for each in self._members.values())
+        size = self.desired.replicas + self.desired.spares + self.desired.max_surge
+        match action:
+            case Start():
+                is_running = member is not None and member.state is not LaunchState.EXITED
+                require(not is_running, f"{name} is started although it runs")
+                require(running < size, f"{name} would be replica {running + 1} of {size}")
+            case Drain() | Remove() | Stop():
+                in_rotation = member is not None and member.in_rotation
+                require(not in_rotation, f"{name} is ended while it is in the rotation")
+                is_routed = isinstance(action, Drain) and name in self._gateway.pool.replicas
+                require(not is_routed, f"{name} is drained while a gateway routes to it")
+
+    # --- autoscaling -----------------------------------------------------------------------------
+
+    def _scale(self) -> None:
+        if self.autoscaler is None:
+            return
+        gateway, now, desired = self._gateway, self._simulation.now, self.desired.replicas
+        ready = [
+            each.process
+            for each in self._members.values()
+            if each.in_rotation and each.process.state == "ready"
+        ]
+        arrived, served = gateway.arrived_tokens, gateway.served_tokens
+        before, self._tokens_before = self._tokens_before, (arrived, served)
+        queue = gateway.core.queues.get(gateway.pool)
+        oldest = None if queue is None else queue.queue.oldest_arrival()
+        self._learn(ready, (served - before[1]) / SCALING_INTERVAL_S)
+        decision = self.autoscaler.decide(
+            PoolObservation(
+                at=now,
+                desired_replicas=desired,
+                ready_replicas=len(ready),
+                arrivals=(ArrivedTokens(arrived - before[0], SCALING_INTERVAL_S),),
+                queued_requests=0 if queue is None else len(queue),
+                queued_tokens=0.0 if queue is None else queue.queue.cost_tokens,
+                queue_age_s=0.0 if oldest is None else max(0.0, now - oldest),
+                running_requests=len(gateway.active),
+                kv_used_replicas=sum(each.kv_usage_ratio for each in ready),
+                capacity_tokens_per_s=self._capacity.tokens_per_s,
+                startup_s=self._start_s,
+                metrics_age_s=0.0,
+            )
+        )
+        if decision.target != desired:
+            self._simulation.trace(f"scale {decision.target} {decision.reason}")
+            self.desired = msgspec.structs.replace(self.desired, replicas=decision.target)
+        self._simulation.call_later(SCALING_INTERVAL_S, self._scale)
+
+    def _learn(self, ready: list[SimulatedReplica], served_per_s: float) -> None:
+        """Learn the capacity of a replica, as the controller does from load reports."""
+        running = sum(len(each.scheduler.running) for each in ready)
+        self._capacity.add(
+            ReplicaReport(
+                tokens_per_s=served_per_s * len(each.scheduler.running) / max(1, running),
+                running=len(each.scheduler.running),
+                max_running=self._limits.max_seqs,
+                inter_token_s=each.inter_token_s,
+                ttft_s=each.scheduler.queued_tokens / each.prefill_tokens_per_s,
+            )
+            for each in ready
+        )

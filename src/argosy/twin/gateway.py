@@ -1,0 +1,558 @@
+"""Gateway of a simulated fleet: drives the production's placement, limits, health checks and bills by events.
+
+    arrive -> reserve limits -> PlacementCore -> replica -> tokens -> bill -> ledger
+
+It performs what a gateway performs with sockets: it sends attempts to replicas, delivers their tokens, and reports how
+attempts end. All decisions are those of `argosy.policy`.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import msgspec
+
+from argosy.bench import RequestRow
+from argosy.engine import EngineRequest
+from argosy.engine.scheduling import Sequence
+from argosy.policy import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    NO_CHARGE,
+    AttemptOutcome,
+    Bill,
+    CacheHitReport,
+    ConcurrencyMeter,
+    QuotaLimit,
+    Rates,
+    RequestEnd,
+    RequestStatus,
+    Reservation,
+    SlidingWindow,
+    WakeAt,
+    compute_bill,
+    compute_prefix_keys,
+    reserve,
+    running_usage,
+    weighted_tokens,
+)
+from argosy.policy.placement import (
+    Arrived,
+    Attempt,
+    AttemptAnswered,
+    AttemptEnded,
+    AttemptEnding,
+    Cancel,
+    Effect,
+    Event,
+    Move,
+    Pause,
+    PlacementCore,
+    PlacementLimits,
+    PlacementPool,
+    PlacementReplica,
+    PlacementRequest,
+    Refuse,
+    RequestEnded,
+    Send,
+    Tick,
+)
+from argosy.protocol import SamplingParams, TokenUsage
+from argosy.twin.replica import SAMPLED_TOKEN, SimulatedReplica
+from argosy.twin.simulation import Simulation, require, to_ns
+from argosy.twin.workload import SimulatedRequest, Tenant, prompt_tokens
+
+NETWORK_S = 0.0003
+"""Time from the gateway to a replica."""
+CONNECT_TIMEOUT_S = 2.0
+STALL_TIMEOUT_S = 10.0
+"""Silence of a stream after which the gateway gives its replica up."""
+PROGRESS_INTERVAL_S = 0.5
+RATES = Rates(150, 15, 600)
+
+
+class LedgerRow(msgspec.Struct, frozen=True):
+    """Row of a request that has ended."""
+
+    number: int
+    status: RequestStatus
+    bill: Bill
+    delivered_tokens: int
+
+
+class _Call(msgspec.Struct, eq=False):
+    """Attempt that was sent to a replica."""
+
+    id: str
+    request: _ActiveRequest
+    attempt: Attempt
+    replica: SimulatedReplica
+    is_answered: bool = False
+    withheld_tokens: int = 0
+    """Tokens that the network withholds."""
+    is_end_withheld: bool = False
+    first_token_at: float = 0.0
+
+
+class _ActiveRequest(msgspec.Struct, eq=False):
+    """Request that has not ended, as the gateway sees it."""
+
+    planned: SimulatedRequest
+    prompt: list[int]
+    tenant: Tenant
+    placement: PlacementRequest
+    reservation: Reservation
+    arrived_s: float
+    calls: list[_Call] = []
+    num_calls: int = 0
+    delivered: int = 0
+    reported: int = 0
+    reported_at: float = 0.0
+    is_prompt_charged: bool = False
+    cached_tokens: int = 0
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+
+class SimulatedGateway:
+    """A gateway with one pool.
+
+    Args:
+        simulation: Clock and events.
+        pool: Pool of the production's placement.
+        replicas: Processes of the fleet by name, which the fleet changes.
+        requests: Requests that clients will send.
+        duration_s: Time in which requests arrive. Later turns of sessions are left out.
+        tenants: Tenants with their limits.
+        placement_limits: Limits of queue and failover.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        pool: PlacementPool[PlacementReplica],
+        replicas: Mapping[str, SimulatedReplica],
+        *,
+        requests: Iterable[SimulatedRequest],
+        duration_s: float,
+        tenants: Iterable[Tenant],
+        placement_limits: PlacementLimits,
+    ) -> None:
+        self.pool = pool
+        self.core = PlacementCore(placement_limits, simulation.stream("placement"))
+        self.ledger: dict[int, LedgerRow] = {}
+        self.rows: list[RequestRow] = []
+        self.counts: Counter[str] = Counter()
+        """Effects and ends by kind."""
+        self.arrived_tokens = 0.0
+        """Weighted tokens of the requests that have arrived."""
+        self.served_tokens = 0.0
+        self._simulation = simulation
+        self._wake_at = 0.0
+        self._duration_s = duration_s
+        self._replicas = replicas
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+        self.limits = {tenant.name: _build_limits(tenant) for tenant in self._tenants.values()}
+        self._active: dict[PlacementRequest, _ActiveRequest] = {}
+        self._calls: dict[str, _Call] = {}
+        self._turns: defaultdict[int, list[SimulatedRequest]] = defaultdict(list)
+        self.num_expected = 0
+        """Requests that have not ended and those whose time is known."""
+        for request in requests:
+            if request.after is None:
+                self._expect(request, (), request.at_s or 0.0)
+            else:
+                self._turns[request.after].append(request)
+
+    @property
+    def active(self) -> Mapping[PlacementRequest, _ActiveRequest]:
+        """Requests that have not ended."""
+        return self._active
+
+    def running_calls(self, replica: str) -> int:
+        """Return the number of attempts at a replica."""
+        return sum(call.replica.name == replica for call in self._calls.values())
+
+    # --- requests of clients ---------------------------------------------------------------------
+
+    def _expect(self, request: SimulatedRequest, history: tuple[int, ...], delay_s: float) -> None:
+        self.num_expected += 1
+        self._simulation.call_later(delay_s, partial(self._arrive, request, history), 1)
+
+    def _arrive(self, planned: SimulatedRequest, history: tuple[int, ...]) -> None:
+        simulation, tenant = self._simulation, self._tenants[planned.tenant]
+        now = simulation.now
+        prompt = [*history, *prompt_tokens(planned.prompt)]
+        tokens, domain = len(prompt), tenant.name.encode()
+        self.arrived_tokens += weighted_tokens(tokens, planned.output_tokens)
+        placement = PlacementRequest(
+            id=f"q{planned.number}",
+            prompt_tokens=tokens,
+            compute_block_keys=partial(_block_keys, domain, prompt),
+            compute_digest=partial(_digest, planned.number),
+            tenant=tenant.name,
+            tier=tenant.tier,
+            weight=tenant.weight,
+            cost_tokens=weighted_tokens(tokens, planned.output_tokens),
+            max_output_tokens=planned.output_tokens,
+            prompt_bytes=tokens * BLOCK_BYTES // BLOCK_TOKENS,
+            size_bytes=4 * tokens,
+        )
+        simulation.trace(f"arrive {placement.id} {tokens}")
+        expected = running_usage(NO_CHARGE, TokenUsage(tokens, 0, planned.output_tokens))
+        minimum = running_usage(NO_CHARGE, TokenUsage(tokens, 0, 0))
+        reservation = reserve(self.limits[tenant.name], expected, minimum, now)
+        is_limited = isinstance(reservation, list)
+        request = _ActiveRequest(
+            planned,
+            prompt,
+            tenant,
+            placement,
+            Reservation([], covers_estimate=True) if isinstance(reservation, list) else reservation,
+            simulation.elapsed_s,
+        )
+        if is_limited:
+            self._settle(request, "refused", "limit")
+            return
+        self._active[placement] = request
+        if planned.leave_s is not None:
+            simulation.call_later(planned.leave_s, partial(self._leave, placement), 1)
+        self.handle(Arrived(placement, self.pool))
+
+    def _leave(self, placement: PlacementRequest) -> None:
+        request = self._active.get(placement)
+        if request is not None:
+            for call in request.calls:
+                call.replica.settle()  # the client has received the tokens so far
+            self._finish(request, "cancelled", "left")
+
+    # --- placement -------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Feed an event to the core, and perform the effects."""
+        effects = self.core.handle(event, self._simulation.now)
+        for effect in effects:
+            self._perform(effect)
+        for effect in effects:
+            if isinstance(effect, Pause):
+                self._end_attempt(effect.request, effect.attempt, AttemptEnding.PAUSED, None)
+            elif isinstance(effect, Refuse):
+                request = self._active[effect.request]
+                status: RequestStatus = "failed" if request.num_calls else "refused"
+                self._finish(request, status, effect.reason.name.lower())
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Send(placement, attempt):
+                self._send(self._active[placement], attempt)
+            case Cancel(placement, attempt):
+                self._drop(self._find_call(placement, attempt))
+            case Move(placement, pool):
+                self.counts["moved"] += 1
+                self._simulation.trace(f"move {placement.id} {pool.model}")
+            case WakeAt(at):
+                self._wake_at = at
+                self._simulation.call_at(to_ns(at), partial(self._tick, at))
+            case Pause():
+                self.counts["paused"] += 1
+            case Refuse():
+                pass
+
+    def _tick(self, at: float) -> None:
+        if at == self._wake_at:  # a later one does not count any more
+            self.handle(Tick())
+
+    def _send(self, request: _ActiveRequest, attempt: Attempt) -> None:
+        name, simulation = attempt.replica.name, self._simulation
+        require(attempt.replica.health.is_schedulable, f"{name} drains and gets a request")
+        require(
+            attempt.record.delivered_tokens == request.delivered,
+            f"{request.placement.id} would lose a token or get one twice",
+        )
+        request.num_calls += 1
+        call = _Call(
+            f"{request.placement.id}.{request.num_calls}", request, attempt, self._replicas[name]
+        )
+        request.calls.append(call)
+        self._calls[call.id] = call
+        self.counts[attempt.mode.value] += 1
+        simulation.trace(f"send {call.id} {name} {attempt.mode.value}")
+        request.placement.record_sent(attempt, simulation.now)
+        simulation.call_later(NETWORK_S, partial(self._receive, call), 1)
+
+    def _receive(self, call: _Call) -> None:
+        """Let a request reach its replica."""
+        if call.id not in self._calls:
+            return
+        request, replica = call.request, call.replica
+        if replica.is_cut:
+            self._simulation.call_later(
+                CONNECT_TIMEOUT_S, partial(self._lose, call, "timeout", is_sent=False)
+            )
+        elif replica.state in {"down", "starting"}:
+            self._lose(call, "connection refused", is_sent=False)
+        elif replica.state == "draining":
+            self._end_call(
+                call, AttemptEnding.REFUSED, AttemptOutcome.BACKPRESSURE, "draining", 503
+            )
+        elif not replica.fits(len(request.prompt), request.planned.output_tokens):
+            self._end_call(call, AttemptEnding.REFUSED, AttemptOutcome.SUCCESS, "too long", 400)
+        else:
+            replica.add(
+                EngineRequest(
+                    id=call.id,
+                    prompt=request.prompt,
+                    resumed_tokens=[SAMPLED_TOKEN] * request.delivered,
+                    params=SamplingParams(max_tokens=request.planned.output_tokens),
+                    cache_domain=request.tenant.name,
+                    tenant=request.tenant.name,
+                    tier=request.tenant.tier,
+                    weight=request.tenant.weight,
+                )
+            )
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def on_tokens(self, seq: Sequence, count: int, is_ended: bool) -> None:  # noqa: FBT001 - a callback
+        """Receive new tokens of a sequence."""
+        call = self._calls.get(seq.id)
+        if call is None:
+            return
+        if call.replica.is_cut:
+            call.withheld_tokens += count
+            call.is_end_withheld |= is_ended
+            return
+        self._deliver(call, count, seq.hit_tokens)
+        if is_ended and call.id in self._calls:
+            self._complete(call)
+
+    def _deliver(self, call: _Call, count: int, cached_tokens: int) -> None:
+        request, simulation, attempt = call.request, self._simulation, call.attempt
+        placement, now = request.placement, simulation.now
+        if not call.is_answered:
+            call.is_answered, call.first_token_at = True, now
+            self.handle(
+                AttemptAnswered(
+                    placement,
+                    attempt,
+                    is_stream=True,
+                    arithmetic_id=attempt.replica.arithmetic_id,
+                )
+            )
+            if call.id not in self._calls:
+                return
+            uncached = len(request.prompt) - cached_tokens
+            report = CacheHitReport(
+                placement.block_keys,
+                attempt.chosen.cached_blocks,
+                placement.prompt_blocks,
+                len(request.prompt),
+                cached_tokens,
+                array.array("I"),
+            )
+            attempt.record_first_token(now, uncached, report, is_resumed=request.delivered > 0)
+            if request.first_token_s is None:
+                request.first_token_s = simulation.elapsed_s
+                request.cached_tokens = cached_tokens
+        request.delivered += count
+        request.last_token_s = simulation.elapsed_s
+        if now - request.reported_at >= PROGRESS_INTERVAL_S:
+            self._report(request)
+
+    def _report(self, request: _ActiveRequest) -> None:
+        """Report the tokens delivered since the last report."""
+        uncached = len(request.prompt) - request.cached_tokens
+        service = weighted_tokens(
+            0 if request.is_prompt_charged else uncached, request.delivered - request.reported
+        )
+        request.is_prompt_charged, request.reported = True, request.delivered
+        request.reported_at = self._simulation.now
+        self.served_tokens += service
+        self.core.record_progress(request.placement, request.delivered, service)
+
+    def restore_link(self, replica: SimulatedReplica) -> None:
+        """Deliver what the network withheld."""
+        for call in tuple(self._calls.values()):
+            if call.replica is replica and call.id in self._calls:
+                tokens, is_ended = call.withheld_tokens, call.is_end_withheld
+                call.withheld_tokens, call.is_end_withheld = 0, False
+                if tokens:
+                    self._deliver(call, tokens, 0)
+                if is_ended and call.id in self._calls:
+                    self._complete(call)
+
+    # --- ends of attempts ------------------------------------------------------------------------
+
+    def lose_replica(self, replica: SimulatedReplica, reason: str) -> None:
+        """Let all attempts at a replica break off."""
+        for call in tuple(self._calls.values()):
+            if call.replica is replica:
+                self._lose(call, reason)
+
+    def expect_stall(self, replica: SimulatedReplica) -> None:
+        """Give up the attempts at a replica that is cut off, if they stay silent."""
+        for call in tuple(self._calls.values()):
+            if call.replica is replica:
+                self._simulation.call_later(STALL_TIMEOUT_S, partial(self._on_stall, call))
+
+    def _on_stall(self, call: _Call) -> None:
+        if call.id in self._calls and call.replica.is_cut:
+            self._lose(call, "stalled")
+
+    def _lose(self, call: _Call, reason: str, *, is_sent: bool = True) -> None:
+        if call.id in self._calls:
+            self._end_call(
+                call, AttemptEnding.LOST, AttemptOutcome.FAILURE, reason, is_sent=is_sent
+            )
+
+    def _find_call(self, placement: PlacementRequest, attempt: Attempt) -> _Call:
+        return next(each for each in self._active[placement].calls if each.attempt is attempt)
+
+    def _drop(self, call: _Call) -> None:
+        """Forget an attempt, and cancel it at its replica."""
+        del self._calls[call.id]
+        call.request.calls.remove(call)
+        call.replica.cancel(call.id)
+
+    def _end_attempt(
+        self,
+        placement: PlacementRequest,
+        attempt: Attempt,
+        ending: AttemptEnding,
+        outcome: AttemptOutcome | None,
+    ) -> None:
+        if placement in self._active:
+            self._end_call(self._find_call(placement, attempt), ending, outcome, ending.value)
+
+    def _end_call(
+        self,
+        call: _Call,
+        ending: AttemptEnding,
+        outcome: AttemptOutcome | None,
+        reason: str,
+        status: int = 0,
+        *,
+        is_sent: bool = True,
+    ) -> None:
+        request = call.request
+        call.replica.settle()
+        if call.id not in self._calls:
+            return
+        if request.delivered > request.reported:
+            self._report(request)
+        self._drop(call)
+        self._simulation.trace(f"end {call.id} {ending.value} {request.delivered}")
+        is_completed = ending is AttemptEnding.COMPLETED
+        self.handle(
+            AttemptEnded(
+                request.placement,
+                call.attempt,
+                ending,
+                outcome,
+                reason,
+                status=status,
+                is_sent=is_sent,
+                output_tokens=request.delivered,
+                tokens_per_choice=request.delivered if is_completed else None,
+            )
+        )
+
+    def _complete(self, call: _Call) -> None:
+        request = call.request
+        self._end_call(call, AttemptEnding.COMPLETED, AttemptOutcome.SUCCESS, "completed")
+        self._finish(request, "completed", "completed")
+
+    # --- ends of requests ------------------------------------------------------------------------
+
+    def _finish(self, request: _ActiveRequest, status: RequestStatus, reason: str) -> None:
+        """End a request, whatever its state."""
+        for call in tuple(request.calls):
+            self._drop(call)
+        self.handle(RequestEnded(request.placement))
+        del self._active[request.placement]
+        self._settle(request, status, reason)
+
+    def _settle(self, request: _ActiveRequest, status: RequestStatus, reason: str) -> None:
+        """Bill a request that has ended, and let the next turn follow."""
+        planned, simulation = request.planned, self._simulation
+        tokens, delivered = len(request.prompt), request.delivered
+        bill = compute_bill(
+            RequestEnd(
+                status=status,
+                generated=TokenUsage(tokens, request.cached_tokens, delivered),
+                estimated_prompt_tokens=tokens,
+                is_response_started=delivered > 0,
+                is_output_sent=delivered > 0,
+                is_dispatched=request.num_calls > 0,
+            ),
+            RATES,
+        )
+        request.reservation.settle(bill.quota, simulation.now)
+        billed, name = bill.usage.output_tokens, request.placement.id
+        require(planned.number not in self.ledger, f"{name} ended twice")
+        self.ledger[planned.number] = LedgerRow(planned.number, status, bill, delivered)
+        require(billed == delivered, f"{name} got {delivered} tokens and is billed {billed}")
+        is_ok = status == "completed"
+        require(
+            not is_ok or delivered == planned.output_tokens,
+            f"{name} is complete with {delivered} of {planned.output_tokens} tokens",
+        )
+        self.counts[status] += 1
+        simulation.trace(f"finish {request.placement.id} {status} {reason} {delivered}")
+        self.rows.append(_build_row(request, status, reason, simulation.elapsed_s))
+        self.num_expected -= 1
+        history = (*request.prompt, *([SAMPLED_TOKEN] * delivered)) if is_ok else ()
+        for turn in self._turns.pop(planned.number, ()):
+            if is_ok and simulation.elapsed_s + turn.think_s < self._duration_s:
+                self._expect(turn, history, turn.think_s)
+
+
+def _build_limits(tenant: Tenant) -> list[QuotaLimit]:
+    limits = []
+    if tenant.tokens_per_minute is not None:
+        window = SlidingWindow(tenant.tokens_per_minute, 60.0)
+        limits.append(QuotaLimit("organisation", "tokens", "minute", None, window))
+    if tenant.concurrency is not None:
+        meter = ConcurrencyMeter(tenant.concurrency)
+        limits.append(QuotaLimit("organisation", "concurrency", "", None, meter))
+    return limits
+
+
+def _block_keys(domain: bytes, prompt: list[int]) -> list[bytes]:
+    """Return the keys of the prompt's blocks: four bytes for each token."""
+    return compute_prefix_keys(domain, array.array("i", prompt).tobytes(), BLOCK_BYTES)
+
+
+def _digest(number: int) -> bytes:
+    return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
+
+
+def _build_row(
+    request: _ActiveRequest, status: RequestStatus, reason: str, ended_s: float
+) -> RequestRow:
+    """Return the measurements of a request as the benchmark has them, with the first and the last token only."""
+    planned, first = request.planned, request.first_token_s
+    is_ok = status == "completed"
+    end_s = request.last_token_s if is_ok else ended_s
+    return RequestRow(
+        index=planned.number,
+        session=planned.number,
+        turn=0 if planned.after is None else 1,
+        phase="measured",
+        outcome="ok" if is_ok else "cancelled" if status == "cancelled" else "error",
+        error="" if is_ok else reason,
+        scheduled_s=request.arrived_s,
+        sent_s=request.arrived_s,
+        end_s=end_s,
+        chunks_s=[] if first is None else [first, end_s],
+        planned_input=len(request.prompt),
+        planned_output=planned.output_tokens,
+        input_tokens=len(request.prompt),
+        cached_tokens=request.cached_tokens,
+        output_tokens=request.delivered,
+        counted_by_server=True,
+    )

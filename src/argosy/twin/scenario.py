@@ -1,0 +1,128 @@
+"""Scenario of a run, as its YAML file declares it: a pool, its engines, the requests, and what goes wrong when."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from argosy.engine.scheduling import SchedulerLimits
+from argosy.policy import RoutingPolicyName
+from argosy.settings import SettingsDocument, dump_yaml
+from argosy.twin.linear_cost import LinearStepCost
+from argosy.twin.replica import Fidelity
+from argosy.twin.workload import Fraction, Positive, SimulatedRequest, Workload
+
+FaultKind = Literal[
+    "kill", "slow", "stale_metrics", "cut", "zone", "spot_reclaim", "bad_rollout", "clock_skew"
+]
+Seconds = Annotated[float, Meta(ge=0, le=31_536_000)]
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engine of each replica."""
+
+    max_seqs: Annotated[int, Meta(ge=1, le=4096)] = 16
+    max_step_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
+    max_model_len: Annotated[int, Meta(ge=1, le=10_000_000)] = 16_384
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    kv_blocks: Annotated[int, Meta(ge=1, le=10_000_000)] = 4096
+    max_prefill_fraction: Fraction = 0.5
+    watermark: Fraction = 0.01
+    prefix_cache: bool = True
+    ridge_tokens: Annotated[int, Meta(ge=1)] = 30
+    cost: LinearStepCost = LinearStepCost()
+
+    def build_limits(self) -> SchedulerLimits:
+        """Return the limits of the scheduler."""
+        return SchedulerLimits(
+            max_seqs=self.max_seqs,
+            max_step_tokens=self.max_step_tokens,
+            block_size=self.block_size,
+            num_blocks=self.kv_blocks,
+            max_prefill_fraction=self.max_prefill_fraction,
+            watermark=self.watermark,
+            prefix_cache=self.prefix_cache,
+            ridge_tokens=self.ridge_tokens,
+            max_model_len=self.max_model_len,
+        )
+
+
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pool of replicas. With `max_replicas`, the autoscaler decides how many there are."""
+
+    replicas: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    max_replicas: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    min_replicas: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    routing_policy: RoutingPolicyName = "least-cost"
+    hedge_after_s: Positive | None = None
+    gives_way: bool = True
+    """Whether streams pause for requests that have waited long."""
+    queue_timeout_s: Positive = 60.0
+    failover_timeout_s: Positive = 30.0
+    start_s: Positive = 30.0
+    """Time from the start of a replica until it serves."""
+    zones: Annotated[int, Meta(ge=1, le=100)] = 3
+    """Zones over which the replicas are spread."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that goes wrong."""
+
+    kind: FaultKind
+    at_s: Seconds
+    replica: Annotated[int, Meta(ge=0)] = 0
+    """Number of the running replica, or of the zone, counted around."""
+    duration_s: Seconds = 20.0
+    factor: Positive = 5.0
+    """How many times as long steps take, or by how many seconds the clock is ahead."""
+
+
+class RandomFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Faults that are drawn from the seed."""
+
+    per_minute: Annotated[float, Meta(ge=0, le=600)] = 0.0
+    kinds: tuple[FaultKind, ...] = (
+        "kill", "slow", "stale_metrics", "cut", "zone", "spot_reclaim", "bad_rollout", "clock_skew",
+    )  # fmt: skip
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Scenario. A file that a failing seed was shrunk to names its requests and faults one by one."""
+
+    duration_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
+    """Time in which requests arrive. The run ends when all have ended."""
+    fidelity: Fidelity = "macro"
+    pool: PoolSettings = PoolSettings()
+    engine: Engine = Engine()
+    workload: Workload = Workload()
+    requests: tuple[SimulatedRequest, ...] | None = None
+    """Requests, which replace those of the workload."""
+    faults: tuple[Fault, ...] = ()
+    random_faults: RandomFaults = RandomFaults()
+    objectives: str = ""
+    """Latency objectives in ms, such as `ttft:2000,tpot:60`."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of all settings."""
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+
+def read_scenario(paths: Sequence[Path]) -> Scenario:
+    """Read the files of a scenario, of which each overrides those before it.
+
+    Raises:
+        ValueError: A file cannot be read, or a setting is invalid. The message names file, line and setting.
+    """
+    return SettingsDocument.read(paths).decode(Scenario)
+
+
+def write_scenario(path: Path, scenario: Scenario, comment: str) -> None:
+    """Write a scenario as a file that `read_scenario` reads."""
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    path.write_text(lines + dump_yaml(msgspec.to_builtins(scenario)), encoding="utf-8")

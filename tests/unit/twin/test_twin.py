@@ -1,0 +1,198 @@
+"""The twin: repeatable, exact and macro alike, on the production's classes; its faults break no invariant."""
+
+from __future__ import annotations
+
+import ast
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+import argosy.twin
+from argosy.cli.app import app
+from argosy.engine import EngineRequest
+from argosy.engine.scheduling import Scheduler, StepResult
+from argosy.policy import HealthCheck, SlidingWindow
+from argosy.policy.autoscaling import Autoscaler
+from argosy.policy.placement import PlacementCore, PlacementPool, PlacementReplica
+from argosy.policy.reconciliation import reconcile
+from argosy.protocol import SamplingParams
+from argosy.twin import (
+    Engine,
+    PoolSettings,
+    Scenario,
+    Tenant,
+    Workload,
+    make_plan,
+    run_scenario,
+)
+from argosy.twin import fleet as twin_fleet
+from argosy.twin.run import TwinRun
+from argosy.twin.scenario import RandomFaults
+
+CORE = sorted(Path(argosy.twin.__file__).parent.glob("*.py"))
+CHAOS = Scenario(
+    duration_s=40.0,
+    pool=PoolSettings(replicas=3, start_s=5.0, hedge_after_s=2.0),
+    engine=Engine(max_seqs=4, kv_blocks=400, max_model_len=4096),
+    workload=Workload(
+        sessions_per_s=0.4,
+        clients=6,
+        tenants=(
+            Tenant(name="a", tier=0, tokens_per_minute=20_000),
+            Tenant(name="b", weight=2.0, concurrency=3),
+            Tenant(name="c", tier=2),
+        ),
+    ),
+    random_faults=RandomFaults(per_minute=6.0),
+)
+ENDS = ("completed", "cancelled", "failed", "refused")
+STEADY = msgspec.structs.replace(CHAOS, random_faults=RandomFaults())
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.name)
+def test_core_reads_no_clock_no_hash_order_and_no_global_randomness(path: Path) -> None:
+    banned_modules = {"asyncio", "time", "datetime", "secrets", "uuid", "threading", "os", "numpy"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        assert not banned_modules.intersection(name.split(".")[0] for name in names)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"hash", "id", "frozenset"}
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert node.value.id != "random" or node.attr == "Random"
+        iterables = [node.iter] if isinstance(node, ast.For | ast.comprehension) else []
+        for each in iterables:
+            assert not isinstance(each, ast.Set | ast.SetComp)
+            called = each.func if isinstance(each, ast.Call) else None
+            assert not (isinstance(called, ast.Name) and called.id == "set")
+
+
+def test_decisions_are_those_of_the_production_classes() -> None:
+    scenario = msgspec.structs.replace(
+        STEADY, pool=msgspec.structs.replace(STEADY.pool, max_replicas=4)
+    )
+    run = TwinRun(scenario, 1, make_plan(scenario, 1))
+    assert run.run() == ""
+    process = next(iter(run.fleet.processes.values()))
+    for decider, production in (
+        (run.gateway.core, PlacementCore),
+        (run.gateway.pool, PlacementPool),
+        (process.scheduler, Scheduler),
+        (run.fleet.autoscaler, Autoscaler),
+        (run.gateway.limits["a"][0].meter, SlidingWindow),
+    ):
+        assert type(decider) is production
+    assert all(type(each) is PlacementReplica for each in run.gateway.pool.replicas.values())
+    assert vars(twin_fleet)["reconcile"] is reconcile
+    assert vars(sys.modules["argosy.twin.prober"])["HealthCheck"] is HealthCheck
+
+
+def test_same_seed_gives_the_same_hash_in_another_process() -> None:
+    result = run_scenario(CHAOS, 5)
+    assert result.trace_hash == run_scenario(CHAOS, 5).trace_hash
+    assert run_scenario(CHAOS, 6).trace_hash != result.trace_hash
+    program = (
+        "import msgspec, sys; from argosy.twin import Scenario, run_scenario;"
+        "print(run_scenario(msgspec.json.decode(sys.stdin.read(), type=Scenario), 5).trace_hash)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=msgspec.json.encode(CHAOS),
+        capture_output=True,
+        env={"PYTHONHASHSEED": "77"},
+        check=True,
+    )
+    assert done.stdout.decode().strip() == result.trace_hash
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_break_no_invariant_and_every_request_ends(seed: int) -> None:
+    result = run_scenario(CHAOS, seed)
+    assert not result.failure
+    planned = [each for each in make_plan(CHAOS, seed).requests if each.after is None]
+    assert sum(result.effects.get(each, 0) for each in ENDS) >= len(planned)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_macro_agrees_with_exact_within_one_percent(seed: int) -> None:
+    exact = run_scenario(msgspec.structs.replace(STEADY, fidelity="exact"), seed)
+    macro = run_scenario(STEADY, seed)
+    assert not exact.failure
+    assert macro.events < exact.events
+    for metric in ("ttft", "tpot", "e2e"):
+        expected, actual = exact.summary.latency[metric], macro.summary.latency[metric]
+        assert actual.count == expected.count
+        for field in ("mean", "p50", "p99"):
+            assert getattr(actual, field) == pytest.approx(getattr(expected, field), rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_skipped_decodes_leave_the_state_of_single_steps(seed: int) -> None:
+    stream = random.Random(seed)
+    limits = replace(Engine(max_seqs=6, kv_blocks=60, block_size=4).build_limits())
+    stepped, skipped = Scheduler(limits), Scheduler(limits)
+    for number in range(1 + stream.randrange(5)):
+        request = EngineRequest(
+            id=str(number),
+            prompt=[stream.randrange(9) for _ in range(1 + stream.randrange(20))],
+            params=SamplingParams(max_tokens=2 + stream.randrange(20)),
+            tier=stream.randrange(3),
+        )
+        for scheduler in (stepped, skipped):
+            scheduler.add(request, now=0.0)
+    while stepped.has_work:
+        steps = skipped.count_plain_decodes()
+        assert steps == stepped.count_plain_decodes()
+        count = 1 + stream.randrange(steps) if steps else 0
+        if count:
+            skipped.skip_decodes(count, 0)
+        else:
+            _step(skipped)
+        for _ in range(count or 1):
+            _step(stepped)
+        assert _state(skipped) == _state(stepped)
+        skipped.check_invariants()
+    assert not skipped.has_work
+
+
+def _step(scheduler: Scheduler) -> None:
+    plan = scheduler.schedule(0.0)
+    scheduler.commit(StepResult([0 if samples else -1 for samples in plan.sample_counts]))
+
+
+def _state(scheduler: Scheduler) -> list[Any]:
+    pool = scheduler.kv_cache.pool
+    return [
+        [
+            (seq.id, seq.tokens, seq.length, seq.computed_len, seq.capacity, seq.row)
+            for seq in scheduler.running
+        ],
+        [seq.id for seq in scheduler.queue],
+        (pool.used_blocks, pool.cached_blocks, scheduler.preemptions),
+        [round(seq.tenant_counter.served_tokens, 6) for seq in scheduler.running],
+    ]
+
+
+def test_command_prints_latencies_and_identity(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text("duration_s: 5\npool: {replicas: 2}\nobjectives: 'ttft:5000,tpot:100'\n")
+    result = CliRunner().invoke(app, ["twin", "run", str(file), "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    for part in ("TTFT", "goodput", "utilisation", "seed 3, configuration", "hash"):
+        assert part in result.output
+    several = CliRunner().invoke(app, ["twin", "run", str(file), "--seeds", "2", "--jobs", "1"])
+    assert "2 seeds" in several.output
+    file.write_text("pool: {replica: 2}\n")
+    wrong = CliRunner().invoke(app, ["twin", "run", str(file)])
+    assert wrong.exit_code == 2
+    assert "replica" in wrong.output
