@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,15 @@ from argosy.deployment import (
     SloConfig,
 )
 from argosy.lessons import LESSONS
-from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord
+from argosy.store import (
+    QualitySample,
+    Role,
+    RoleScope,
+    SampledTexts,
+    Store,
+    StoreConfig,
+    UsageRecord,
+)
 from tests.support.fake_upstream import (
     FakeUpstream,
     UpstreamScript,
@@ -53,6 +62,7 @@ class ResourceIds:
     request: str = "req-unknown"
     adapter: str = "adapter_unknown"
     prompt: str = "prompt_unknown"
+    sample: str = "chatcmpl-unknown"
 
 
 def unique_name() -> str:
@@ -149,8 +159,21 @@ class AdminGateway:
             result=RUN_RESULT,
             actor="test",
         )
+        self.store.accounts.change_project(project, quality="automatic", actor="test")
+        sample = QualitySample(
+            id=unique_name(),
+            organisation=organisation,
+            project=project,
+            model=f"tuned-{organisation}",
+            score=1.0,
+            has_passed=True,
+            created_at=time.time(),
+        )
+        texts = SampledTexts(reason="", question="Hello?", answer=f"Hi, {organisation}.")
+        assert self.store.quality.add_sample(sample, texts)
         return ResourceIds(
-            organisation, project, user, key["id"], limit.id, request, adapter.id, prompt.id
+            *(organisation, project, user, key["id"], limit.id, request, adapter.id, prompt.id),
+            sample.id,
         )
 
     async def create(self, path: str, body: Json) -> Json:

@@ -41,8 +41,6 @@ EXIT_WORSE = 3
 """Exit status of a run whose model is worse, or scores less than it shall."""
 EXIT_UNDECIDED = 4
 """Exit status of a comparison without enough evidence."""
-MAX_DISCORDANT = 200
-"""Items whose scores differ that the store keeps for a run."""
 SetArgument = Annotated[
     str,
     typer.Argument(
@@ -322,18 +320,9 @@ def _write_reports(result: RunResult, name: str, output: Path | None, junit: Pat
 
 
 def _keep_run(store: Store, found: QualitySet, summary: RunSummary) -> None:
-    import msgspec
+    from argosy.quality import describe_stored_run
 
-    kept = msgspec.structs.replace(summary, discordant=summary.discordant[:MAX_DISCORDANT])
-    store.quality.add_run(
-        found.id,
-        model=summary.model,
-        against=summary.against,
-        verdict="" if summary.comparison is None else summary.comparison.verdict,
-        score=summary.score,
-        result=msgspec.json.encode(kept).decode(),
-        actor=audit_actor(),
-    )
+    store.quality.add_run(found.id, **describe_stored_run(summary), actor=audit_actor())
 
 
 def _exit_status(summary: RunSummary, min_score: float) -> int:

@@ -56,9 +56,10 @@ OrganisationArgument = Annotated[
 ]
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
 RetentionKindOption = Annotated[
-    Literal["usage", "responses"],
+    Literal["usage", "responses", "samples"],
     typer.Option(
         help="usage: single requests, which become sums by day. responses: responses and conversations."
+        " samples: sampled answers."
     ),
 ]
 WeightOption = Annotated[
@@ -80,6 +81,13 @@ QuotaFailureModeOption = Annotated[
     typer.Option(
         help="What happens to requests with limits while the quota backend is unreachable:"
         " open admits, closed rejects."
+    ),
+]
+QualityOption = Annotated[
+    Literal["off", "automatic", "judged"] | None,
+    typer.Option(
+        help="Whether gateways may keep samples of its answers, graded by fixed checks or also by a model."
+        " off deletes those that there are."
     ),
 ]
 UserArgument = Annotated[str, typer.Argument(metavar="USER", help="Id or email.")]
@@ -191,6 +199,7 @@ def create_project(
     quota_failure_mode: QuotaFailureModeOption = None,
     network: AllowedNetworks = None,
     flag: RouteFlags = None,
+    quality: QualityOption = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
@@ -205,6 +214,7 @@ def create_project(
             quota_failure_mode=quota_failure_mode or "open",
             networks=network or (),
             flags=flag or (),
+            quality=quality or "off",
             actor=audit_actor(),
         )
         reference = display_name(opened_store, created)
@@ -228,6 +238,7 @@ def change_project(
     ] = False,
     flag: RouteFlags = None,
     clear_flags: Annotated[bool, typer.Option("--clear-flags", help="Remove its flags.")] = False,
+    quality: QualityOption = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
@@ -245,6 +256,7 @@ def change_project(
             quota_failure_mode=quota_failure_mode,
             networks=() if clear_networks else network or None,
             flags=() if clear_flags else flag or None,
+            quality=quality,
         )
         found = find_project(opened_store, project)
         changed = opened_store.accounts.change_project(found.id, **changes, actor=audit_actor())

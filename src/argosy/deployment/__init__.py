@@ -155,6 +155,7 @@ from argosy.deployment.settings.gateway_config import (
 )
 from argosy.deployment.settings.objective_config import LatencyTarget, ObjectivesConfig, SloConfig
 from argosy.deployment.settings.prompt_config import PromptConfig, PromptRule
+from argosy.deployment.settings.quality_config import QualityConfig, SampleJudge, ScheduledRun
 from argosy.deployment.settings.replica_config import (
     BackendKind,
     DiscoveryMode,

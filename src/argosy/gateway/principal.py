@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from argosy.store import GatewayFlag, Role, RoleScope, Tier
+from argosy.store import GatewayFlag, QualityConsent, Role, RoleScope, Tier
 
 TIERS: tuple[Tier, ...] = get_args(Tier)
 """Tiers by rank. Rank 0 is the highest priority."""
@@ -36,6 +36,8 @@ class Principal(msgspec.Struct, frozen=True, array_like=True):
     """Public names of the models that it may use. None allows all."""
     flags: frozenset[str] = frozenset()
     """Flags of its project and its key."""
+    quality: QualityConsent = "off"
+    """Consent of its project to samples of its answers."""
 
     @property
     def is_anonymous(self) -> bool:

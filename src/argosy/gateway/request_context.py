@@ -41,6 +41,8 @@ from argosy.store import Adapter, UsageRecord, UsageSlot
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
+QUALITY_ROUTE = "quality"
+"""Route name in the ledger of requests for judges of samples and for scheduled golden sets."""
 REFUSED_BY_REPLICA = "refused_by_replica"
 REQUEST_TOO_LARGE = "request_too_large"
 MODEL_VERSION_HEADER = b"x-argosy-version"
@@ -215,6 +217,11 @@ class RequestContext(msgspec.Struct, eq=False):
     """How the chat becomes shorter if it is too long; None if the gateway does not shorten it."""
     replayed_request_id: str = ""
     """Id of the original request if the response is a replay for its idempotency key."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it counts for objectives, series and comparisons, as all but the work for quality do."""
+        return self.exchange.internal_route != QUALITY_ROUTE
 
     @property
     def model(self) -> str:

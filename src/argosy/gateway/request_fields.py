@@ -103,7 +103,9 @@ class _ContentPart(msgspec.Struct, gc=False):
     text: str | None = None
 
 
-class _ChatMessage(msgspec.Struct, gc=False):
+class ChatMessage(msgspec.Struct, gc=False):
+    """Part of a message that is read for its text."""
+
     content: str | list[_ContentPart] | None = None
     role: str = ""
 
@@ -209,7 +211,7 @@ class RequestFields(msgspec.Struct, frozen=True, eq=False):
             if self.prompt_field != "messages":
                 text = msgspec.json.decode(self.raw_prompt, type=str)
                 return PromptSample(text[-MAX_READ_CHARS:], tokens, 1, text[:MAX_OPENING_CHARS])
-            messages = msgspec.json.decode(self.raw_prompt, type=list[_ChatMessage])
+            messages = msgspec.json.decode(self.raw_prompt, type=list[ChatMessage])
         except (msgspec.DecodeError, RecursionError):
             return None
         asked = [message for message in messages if message.role == "user"]
@@ -427,7 +429,7 @@ def _count_decoded_tokens(prompt: bytes, max_tokens: int) -> int:
     if _first_item_byte(prompt) == b"{":  # the messages of a chat
         if len(prompt) // MAX_TOKEN_BYTES <= max_tokens:
             return 0
-        messages = msgspec.json.decode(prompt, type=list[_ChatMessage])
+        messages = msgspec.json.decode(prompt, type=list[ChatMessage])
         return sum(message.text_length for message in messages) // MAX_TOKEN_BYTES
     items = msgspec.json.decode(prompt, type=list[Raw])
     return max((_count_decoded_tokens(bytes(item), max_tokens) for item in items), default=0)

@@ -83,6 +83,7 @@ from argosy.gateway.proxy import (
     RoutingPreviewer,
     load_fast_path,
 )
+from argosy.gateway.quality_jobs import QualityJobs
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.request_context import RequestFilter
 from argosy.gateway.request_explainer import RequestExplainer, new_gateway_id
@@ -390,6 +391,7 @@ class GatewayServer:
             adapter_meter=self._add_adapter_parts(),
         )
         self._truncation.call_model = generation.call_for_summary
+        self._add_quality_jobs(generation)
         residency = ResidencyManager(
             lambda: self._models.pools, generation.read_demand, config.model_memory_bytes
         )
@@ -462,6 +464,17 @@ class GatewayServer:
         if fleets is None:
             return AlertAdmin(orders, lambda: records.state)
         return AlertAdmin(orders, partial(read_alerts, fleets, fleet))
+
+    def _add_quality_jobs(self, generation: CompletionHandlers) -> None:
+        """Add the part that grades samples and runs golden sets, which needs a store."""
+        if self._account_sync is None:
+            return
+        jobs = QualityJobs(
+            *(self._config, self._account_sync.accounting, generation, self._metrics),
+            None if self._series is None else self._series.recorder,
+        )
+        generation.answer_sampler = jobs.sampler
+        self._parts.append(GatewayPart(tasks=[jobs.sampler.run, jobs.run_schedule]))
 
     def _add_adapter_parts(self) -> AdapterMeter | None:
         """Add the parts that load adapters and roll their versions out. Returns their meter, which needs a store."""

@@ -96,6 +96,8 @@ class HttpExchange:
     """Monotonic time of the first output of a response that is sent whole; None if it is not known."""
     internal_route = ""
     """Route in the ledger of a request that the gateway itself sends on behalf of another one; empty for others."""
+    forbids_storage = False
+    """Whether the client has said that nothing of the request may be stored."""
     filter_stored: Callable[[Any], Awaitable[Any]] | None = None
     """Returns a JSON value of the request or its response as it may be stored; None to store all as it is."""
     _observer: ResponseObserver | None = None

@@ -66,6 +66,29 @@ def grade_answer(assertion: Assertion, answer: Answer) -> Grade:
     return make_grade(assertion, 0.0 if problem else 1.0, problem)
 
 
+def check_answer(answer: Answer, response_format: object = None) -> str:
+    """Return what is wrong with an answer whatever its question, or an empty text.
+
+    It must not be empty or a refusal, and must have the JSON of its `response_format` and tool calls that can be read.
+    """
+    if answer.tool_calls:
+        return _find_call_problem(answer)
+    if not answer.text.strip():
+        return "the answer is empty"
+    if answer.refusal or _REFUSAL.match(answer.text):
+        return "the answer is a refusal"
+    if not isinstance(response_format, dict):
+        return ""
+    match response_format.get("type"):
+        case "json_object":
+            return _check_document(answer.text, None)
+        case "json_schema":
+            described = response_format.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            return _check_document(answer.text, schema if isinstance(schema, dict) else None)
+    return ""
+
+
 def make_grade(assertion: Assertion, score: float, reason: str) -> Grade:
     """Return the grade of an assertion."""
     return Grade(

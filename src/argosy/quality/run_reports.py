@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import msgspec
@@ -13,6 +14,8 @@ from argosy.quality.golden_set_run import RunResult, RunSummary
 
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _POINTS = 100.0
+MAX_DISCORDANT = 200
+"""Items whose scores differ that the store keeps for a run."""
 
 
 def format_jsonl(result: RunResult) -> bytes:
@@ -70,6 +73,18 @@ def describe_run(summary: RunSummary) -> Iterable[str]:
         )
     if summary.judge_warning:
         yield f"Warning: {summary.judge_warning}; do not decide by its grades alone."
+
+
+def describe_stored_run(summary: RunSummary) -> dict[str, Any]:
+    """Return the fields with which the store keeps a run."""
+    kept = msgspec.structs.replace(summary, discordant=summary.discordant[:MAX_DISCORDANT])
+    return {
+        "model": summary.model,
+        "against": summary.against,
+        "verdict": "" if summary.comparison is None else summary.comparison.verdict,
+        "score": summary.score,
+        "result": msgspec.json.encode(kept).decode(),
+    }
 
 
 def describe_comparison(comparison: QualityComparison) -> str:

@@ -122,6 +122,9 @@ def _build_metrics(schema: Schema) -> dict[str, Compute]:
         else:
             metrics[f"{name}_per_s"] = _rate(columns[name])
     metrics["cache_hit_ratio"] = _ratio(columns["cached_tokens"], columns["input_tokens"])
+    if "passed_grades" in columns:
+        grades = columns["passed_grades"], columns["failed_grades"]
+        metrics["quality_pass_ratio"] = _ratio(*grades)
     metrics |= {gauge.name: columns[gauge.name] for gauge in schema.gauges}
     for histogram in schema.histograms:
         for name, quantile in QUANTILES.items():

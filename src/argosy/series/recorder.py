@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from argosy.policy.detection import CellKey
 from argosy.series.frame import SeriesFrame
 from argosy.series.log_histogram import LogHistogram, merge_encoded
 from argosy.series.request_cells import MAX_SAMPLES, RequestCells
 from argosy.series.request_sample import RequestSample
 from argosy.series.schema import (
     FLEET_SCOPE,
+    GRADE_COUNTERS,
     REQUEST_COUNTERS,
     SCHEMAS,
     Schema,
@@ -177,7 +179,7 @@ class _Counts:
         self._durations = durations
         self._samples: list[RequestSample] = []
         """Requests that are not counted yet."""
-        self.counters = dict.fromkeys(REQUEST_COUNTERS, 0)
+        self.counters = dict.fromkeys((*REQUEST_COUNTERS, *GRADE_COUNTERS), 0)
         self.histograms = defaultdict[str, LogHistogram](LogHistogram)
 
     def add_request(self, sample: RequestSample) -> None:
@@ -260,6 +262,15 @@ class SeriesRecorder:
         samples.append(sample)
         if len(samples) >= MAX_SAMPLES:
             self.cells.count()
+
+    def record_grade(
+        self, model: str, *, version: str, replica: str, tenant: str, has_passed: bool
+    ) -> None:
+        """Record the grade of a sampled answer."""
+        self._models[model].counters["passed_grades" if has_passed else "failed_grades"] += 1
+        self.cells.add_grade(
+            CellKey(model, version, replica), CellKey(model, tenant=tenant), has_passed=has_passed
+        )
 
     # --- steps ----------------------------------------------------------------------------------
 

@@ -43,6 +43,16 @@ class RequestCells:
         """Return the minutes that begin after a time, in seconds since the epoch."""
         return [each for each in self._minutes if each.start > after]
 
+    def add_grade(self, of_replica: CellKey, of_tenant: CellKey, *, has_passed: bool) -> None:
+        """Count the grade of an answer in the cell of its replica and in that of its tenant."""
+        keys = [of_replica]
+        if of_tenant.tenant in self._tenants or len(self._tenants) < MAX_TENANTS:
+            self._tenants[of_tenant.tenant] += 0
+            keys.append(of_tenant)
+        for cell in filter(None, map(self._find_cell, keys)):
+            cell.graded += 1
+            cell.failed_grades += not has_passed
+
     def count(self) -> None:
         """Count the samples."""
         samples, self.samples = self.samples, []
@@ -58,13 +68,15 @@ class RequestCells:
             keys = [CellKey(sample.model, sample.version, sample.replica, bucket)]
             if tenant:
                 keys.append(CellKey(sample.model, tenant=tenant))
-            for key in keys:
-                cell = self._cells.get(key)
-                if cell is None:
-                    if len(self._cells) >= MAX_REPLICA_CELLS:
-                        continue
-                    cell = self._cells[key] = TrafficCell(histograms={})
+            for cell in filter(None, map(self._find_cell, keys)):
                 _add(cell, sample, values)
+
+    def _find_cell(self, key: CellKey) -> TrafficCell | None:
+        """Return the cell with a key; None if there are too many."""
+        cell = self._cells.get(key)
+        if cell is None and len(self._cells) < MAX_REPLICA_CELLS:
+            cell = self._cells[key] = TrafficCell(histograms={})
+        return cell
 
 
 def _measure(sample: RequestSample) -> dict[str, float]:

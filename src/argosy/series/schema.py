@@ -47,11 +47,13 @@ REQUEST_COUNTERS = (
     "output_tokens",
     "cost_nano_dollars",
 )
+GRADE_COUNTERS = ("passed_grades", "failed_grades")
+"""Sampled answers by whether their grade passes."""
 _REQUEST_GAUGES = (Gauge("running", "sum"), Gauge("queued", "sum"))
 STEP_PHASES = ("plan", "launch", "compute", "sample", "commit")
 """Phases of a step of the engine, in their order."""
 _MODEL = Schema(
-    REQUEST_COUNTERS,
+    (*REQUEST_COUNTERS, *GRADE_COUNTERS),
     (
         *_REQUEST_GAUGES,
         Gauge("kv_usage_ratio", "mean"),

@@ -70,7 +70,7 @@ from argosy.store.limits_and_prices import LimitsAndPrices, PriceList
 from argosy.store.migrations import NEWEST_REVISION
 from argosy.store.objective_hours import MissDetails, ObjectiveHour, ObjectiveHours
 from argosy.store.prompts import Prompts
-from argosy.store.quality import Quality
+from argosy.store.quality import Quality, SampleSummary
 from argosy.store.quota_backend import (
     LocalQuotaBackend,
     QuotaBackend,
@@ -108,7 +108,9 @@ from argosy.store.records import (
     PromptLabel,
     PromptName,
     PromptVersionNumber,
+    QualityConsent,
     QualityRun,
+    QualitySample,
     QualitySet,
     QuotaFailureMode,
     ReplicaSetting,
@@ -116,6 +118,7 @@ from argosy.store.records import (
     ReplicaWeight,
     Role,
     RoleScope,
+    SampledTexts,
     StepSeconds,
     SwitchState,
     Tier,

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import UNSET, UnsetType
+from sqlalchemy import delete
 
+from argosy.store import schema
 from argosy.store.api_keys import create_key, generate_id, rotate_key
 from argosy.store.record_tables import ALL_RECORDS, PageRequest, RecordTables
 from argosy.store.records import (
     Key,
     Organisation,
     Project,
+    QualityConsent,
     QuotaFailureMode,
     Role,
     RoleScope,
@@ -113,6 +116,7 @@ class Accounts(RecordTables):
         quota_failure_mode: QuotaFailureMode = "open",
         networks: Sequence[str] = (),
         flags: Sequence[str] = (),
+        quality: QualityConsent = "off",
         actor: str,
     ) -> Project:
         """Create a project of the organisation with this id."""
@@ -128,6 +132,7 @@ class Accounts(RecordTables):
                     quota_failure_mode=quota_failure_mode,
                     networks=tuple(networks),
                     flags=validate_flags(flags),
+                    quality=quality,
                     created_at=transaction.now,
                 )
             )
@@ -160,11 +165,12 @@ class Accounts(RecordTables):
         quota_failure_mode: QuotaFailureMode | UnsetType = UNSET,
         networks: Sequence[str] | UnsetType = UNSET,
         flags: Sequence[str] | UnsetType = UNSET,
+        quality: QualityConsent | UnsetType = UNSET,
         actor: str,
     ) -> Project:
-        """Change the given fields of a project."""
+        """Change the given fields of a project. Without consent to samples of its answers, they are deleted."""
         with self._begin_transaction(actor) as transaction:
-            return transaction.update_record(
+            changed = transaction.update_record(
                 transaction.get_active_record(Project, project),
                 "change",
                 name=name,
@@ -174,7 +180,12 @@ class Accounts(RecordTables):
                 quota_failure_mode=quota_failure_mode,
                 networks=networks if networks is UNSET else tuple(networks),
                 flags=flags if flags is UNSET else validate_flags(flags),
+                quality=quality,
             )
+            if changed.quality == "off":
+                samples = schema.quality_samples
+                transaction.connection.execute(delete(samples).where(samples.c.project == project))
+            return changed
 
     def archive_project(self, project: str, *, actor: str) -> Project:
         """Archive a project. The gateway then rejects its keys."""

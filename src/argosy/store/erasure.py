@@ -43,6 +43,8 @@ class ErasedProject(msgspec.Struct, frozen=True, kw_only=True):
     limits: int = 0
     adapters: int = 0
     prompts: int = 0
+    samples: int = 0
+    """Sampled answers."""
     users: int = 0
     """Users whose default project it was. They belong to the organisation and remain."""
 
@@ -106,7 +108,11 @@ class Erasure:
                     update(users).where(users.c.project == project.id).values(project=None)
                 ).rowcount,
             }
-            for name, table in (("adapters", schema.adapters), ("prompts", schema.prompts)):
+            for name, table in (
+                ("adapters", schema.adapters),
+                ("prompts", schema.prompts),
+                ("samples", schema.quality_samples),
+            ):
                 of_table = delete(table).where(table.c.project == project.id)
                 counts[name] = connection.execute(of_table).rowcount
             # A key stays as a row, since a gateway without any would need none.
@@ -122,6 +128,7 @@ class Erasure:
             connection.execute(delete(rules).where(rules.c.project == project.id))
             archived_at = found.archived_at or transaction.now
             values = {"name": project.id, "networks": (), "flags": (), "archived_at": archived_at}
+            values |= {"quality": "off"}
             connection.execute(
                 update(schema.projects).where(schema.projects.c.id == project.id).values(**values)
             )

@@ -37,6 +37,7 @@ from argosy.store.records import (
     Project,
     Prompt,
     QualityRun,
+    QualitySample,
     QualitySet,
     ReplicaSetting,
     User,
@@ -75,6 +76,7 @@ _TABLES: dict[type[AccountRecord], Table] = {
     Prompt: schema.prompts,
     QualitySet: schema.quality_sets,
     QualityRun: schema.quality_runs,
+    QualitySample: schema.quality_samples,
     Flag: schema.flags,
 }
 

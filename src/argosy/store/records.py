@@ -55,6 +55,10 @@ OwnerKind = Literal["organisation", "project", "user", "key"]
 
 QuotaFailureMode = Literal["open", "closed"]
 
+QualityConsent = Literal["off", "automatic", "judged"]
+"""Consent of a project: to nothing, to samples of its answers that fixed checks grade, or to samples that a model may
+grade as well."""
+
 LimitWindow = Literal["second", "minute", "hour", "day", "month"]
 """Window of a limit. `day` and `month` are calendar periods in UTC; the others are sliding windows."""
 
@@ -135,6 +139,8 @@ class Project(AccountRecord, frozen=True, kw_only=True):
     """Networks from which clients may connect. If empty, clients may connect from any address."""
     flags: Names = ()
     """Flags that the gateway's route rules can match."""
+    quality: QualityConsent = "off"
+    """Whether gateways may keep and grade samples of its answers."""
     created_at: float
     archived_at: float | None = None
 
@@ -336,6 +342,34 @@ class QualityRun(AccountRecord, frozen=True, kw_only=True):
     """Figures as JSON, without prompts and answers."""
     created_at: float
     created_by: str
+
+
+class QualitySample(AccountRecord, frozen=True, kw_only=True):
+    """Grade of a sampled answer. The texts are kept beside the record, without personal data."""
+
+    id: str
+    """Id of the response."""
+    organisation: str
+    project: str
+    model: Name
+    version: str = ""
+    """Version of the model that answered. Empty without rollouts."""
+    judge: str = ""
+    """Model that graded it. Empty for fixed checks."""
+    score: float
+    """From 0 to 1."""
+    has_passed: bool
+    created_at: float
+
+
+class SampledTexts(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts of a sampled answer, without personal data."""
+
+    reason: str
+    """Why the answer has its score. It may quote the answer."""
+    question: str
+    """Last text of the user."""
+    answer: str
 
 
 class Flag(AccountRecord, frozen=True, kw_only=True):

@@ -16,7 +16,9 @@ from argosy.store.record_tables import AccountTransaction, begin_transaction
 from argosy.store.records import Project
 from argosy.store.stored_bytes import ItemOwner, StoredBytes
 
-RetentionKind = Literal["usage", "responses"]
+RetentionKind = Literal["usage", "responses", "samples"]
+MAX_SAMPLE_DAYS = 30
+"""Days for which sampled answers are kept, if a project has no rule for fewer."""
 MAX_KEEP_DAYS = 36_500
 _rules, _projects = schema.retention.c, schema.projects.c
 
@@ -26,7 +28,8 @@ class RetentionRule(msgspec.Struct, frozen=True, kw_only=True):
 
     project: str
     kind: RetentionKind
-    """`usage` are single requests, which become sums by day; `responses` are responses and conversations."""
+    """`usage` are single requests, which become sums by day; `responses` are responses and conversations; `samples` are
+    sampled answers."""
     keep_days: int
     """Days after the end of a request, or the creation of a response or conversation, whatever its use."""
 
@@ -79,21 +82,31 @@ class RetentionRules:
             return [RetentionRule(**row._asdict()) for row in connection.execute(query)]
 
     def delete_expired(self) -> int:
-        """Delete in batches what the rules no longer keep, and return the number of records."""
+        """Delete in batches what the rules no longer keep, and old samples. Returns the number of records."""
         query = select(schema.retention, _projects.organisation).join(
             schema.projects, _projects.id == _rules.project
         )
         with self._database.read_transaction() as connection:
             rows = connection.execute(query).all()
-        deleted = 0
+        deleted = self._delete_samples(self._clock() - MAX_SAMPLE_DAYS * DAY_S)
         for row in rows:
             before = self._clock() - row.keep_days * DAY_S
             if row.kind == "usage":
                 midnight = before // DAY_S * DAY_S
                 deleted += self._ledger.roll_up_project(row.project, midnight)
+            elif row.kind == "samples":
+                deleted += self._delete_samples(before, row.project)
             else:
                 deleted += self._delete_stored(ItemOwner(row.organisation, row.project), before)
         return deleted
+
+    def _delete_samples(self, before: float, project: str | None = None) -> int:
+        samples = schema.quality_samples
+        query = delete(samples).where(samples.c.created_at < before)
+        if project is not None:
+            query = query.where(samples.c.project == project)
+        with self._database.write_transaction() as connection:
+            return connection.execute(query).rowcount
 
     def _delete_stored(self, owner: ItemOwner, before: float) -> int:
         deleted = 0

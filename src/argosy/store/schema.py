@@ -49,8 +49,10 @@ from argosy.store.records import (
     Project,
     Prompt,
     QualityRun,
+    QualitySample,
     QualitySet,
     ReplicaSetting,
+    SampledTexts,
     UsageRecord,
     User,
 )
@@ -254,6 +256,16 @@ quality_runs = Table(
     _list_index("quality_runs"),
     _list_index("quality_runs", "organisation"),
     _list_index("quality_runs", "quality_set"),
+)
+
+quality_samples = Table(
+    "quality_samples",
+    metadata,
+    *_record_columns(QualitySample, organisation="organisations.id", project="projects.id"),
+    *(Column(name, Text) for name in SampledTexts.__struct_fields__),
+    _list_index("quality_samples"),
+    _list_index("quality_samples", "organisation"),
+    _list_index("quality_samples", "project"),
 )
 
 flags = Table("flags", metadata, *_record_columns(Flag))

@@ -23,6 +23,7 @@ from argosy.store.records import (
     Project,
     Prompt,
     QualityRun,
+    QualitySample,
     QualitySet,
     ReplicaSetting,
     User,
@@ -40,6 +41,7 @@ ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Prompt: schema.prompts.c.organisation,
     QualitySet: schema.quality_sets.c.organisation,
     QualityRun: schema.quality_runs.c.organisation,
+    QualitySample: schema.quality_samples.c.organisation,
     Flag: null(),
 }
 """Id of the organisation that a record belongs to. NULL for records of the whole gateway."""
@@ -96,6 +98,7 @@ _NOUNS: dict[type[AccountRecord], str] = {
     ReplicaSetting: "replica",
     QualitySet: "golden_set",
     QualityRun: "quality_run",
+    QualitySample: "quality_sample",
 }
 
 

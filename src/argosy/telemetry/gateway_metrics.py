@@ -195,6 +195,11 @@ class GatewayMetrics(Collector):
             "Matches of content rules, by the side on which they were found: input or output.",
             *("rule", "side", "detector", "action"),
         )
+        self.quality_samples = self._add_counter(
+            "argosy_gateway_quality_samples",
+            "Sampled answers by whether their grade passes: passed or failed.",
+            *("model", "version", "result"),
+        )
         self.objective_requests = self._add_counter(
             "argosy_objective_requests",
             "Requests that count for a service level objective; tokens if it is about the time between them.",

@@ -108,7 +108,7 @@ async def test_result_follows_the_answers(
         (("Yes", "No", "No"), "numbers@1", FAILED, "worse. Difference -100.0 points"),
         (("Yes", "Yes", "No"), "few", FAILED, "The loss exceeds max_loss, 10 points"),
         (("Yes", "Yes", "Yes"), "few", INCONCLUSIVE, "undecided"),
-        (("Yes", "Yes", "Yes"), "missing", INCONCLUSIVE, "the store has no such set"),
+        (("Yes", "Yes", "Yes"), "missing", INCONCLUSIVE, "The store has no golden set"),
         (("Yes", "Yes", "Yes"), "judged", INCONCLUSIVE, "a judge does not gate a rollout"),
         (("Yes", 0, 0), "few", PENDING, "golden set few: "),
         (("Yes", 404, 404), "few", PENDING, "status 404"),

@@ -97,7 +97,7 @@ async def test_golden_set_without_evidence_waits_for_a_person(fleet: RolloutFlee
     watch_floor(fleet)
     fleet.apply(declare("v2", rollout=PLAN | {"quality": [{"set": "support"}]}))
     await fleet.until_states("checking", "inconclusive")
-    assert "golden set support: the store has no such set" in fleet.record.reason
+    assert "golden set support: The store has no golden set" in fleet.record.reason
     assert not fleet.route.share_of(digest_of("v2"))
     fleet.command(CommandKind.RESUME, force=True, reason="there is no set yet")
     await fleet.until_state(RolloutState.DONE)

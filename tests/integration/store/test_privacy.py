@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from tests.integration.store.conftest import ACTOR, RULES, START
@@ -14,7 +15,9 @@ from argosy.store import (
     ItemOwner,
     Organisation,
     Project,
+    QualitySample,
     RetentionRule,
+    SampledTexts,
     Store,
     StoredResponse,
     StoreError,
@@ -40,6 +43,7 @@ BOUNDED_BY_NUMBER = {
     "secrets": "one row for each kind of secret",
     "stored_bytes": "one row for each project",
     "quality_runs": "the latest runs of each set",
+    "quality_samples": "the latest of each project, for 30 days",
     "retention": "one row for each project and kind",
     "fleet_leases": "one row for each fleet",
     "fleet_records": "rows of replicas that exist",
@@ -75,7 +79,11 @@ def test_erased_project_leaves_only_sums_and_audit(
     store: Store, organisation: Organisation, url: str, clock: FakeClock
 ) -> None:
     accounts = store.accounts
-    project = accounts.create_project(organisation.id, CANARY, flags=(CANARY,), actor=ACTOR)
+    project = accounts.create_project(
+        organisation.id, CANARY, flags=(CANARY,), quality="automatic", actor=ACTOR
+    )
+    texts = SampledTexts(reason="", question=CANARY, answer=CANARY)
+    assert store.quality.add_sample(quality_sample(project, CANARY, START), texts)
     other = accounts.create_project(organisation.id, "other", actor=ACTOR)
     user = accounts.create_user(
         organisation.id, f"{CANARY}@example.com", project=project.id, actor=ACTOR
@@ -118,6 +126,7 @@ def test_erased_project_leaves_only_sums_and_audit(
     erased = store.erasure.erase_project(project, actor=ACTOR)
     assert (erased.responses, erased.conversations, erased.keys, erased.sessions) == (1, 1, 1, 1)
     assert (erased.limits, erased.adapters, erased.prompts, erased.users) == (1, 1, 1, 1)
+    assert erased.samples == 1
     assert erased.remaining_requests == 4
     assert store.ledger.add_records([usage_row("r0", **fields)]) == 0, "it counts once"
     clock.now += DAY
@@ -141,6 +150,45 @@ def test_erased_project_leaves_only_sums_and_audit(
         engine.dispose()
         files = Path(path).parent.glob(f"{Path(path).name}*")
         assert [each.name for each in files if CANARY.encode() in each.read_bytes()] == []
+
+
+def quality_sample(project: Project, name: str, created_at: float) -> QualitySample:
+    return QualitySample(
+        id=name,
+        organisation=project.organisation,
+        project=project.id,
+        model="big",
+        score=0.0,
+        has_passed=False,
+        created_at=created_at,
+    )
+
+
+def test_samples_need_consent_and_end_with_it(
+    store: Store, organisation: Organisation, url: str, clock: FakeClock
+) -> None:
+    add, change = store.quality.add_sample, store.accounts.change_project
+    texts = SampledTexts(reason="", question=CANARY, answer="")
+    project = store.accounts.create_project(organisation.id, "sampled", actor=ACTOR)
+    first = quality_sample(project, "first", START)
+    judged = msgspec.structs.replace(quality_sample(project, "judged", START + 1), judge="judge")
+    assert not add(first, texts)
+    change(project.id, quality="automatic", actor=ACTOR)
+    assert add(first, texts)
+    assert not add(judged, texts)
+    change(project.id, quality="judged", actor=ACTOR)
+    assert add(judged, texts)
+    assert store.quality.list_samples() == [first, judged]
+    assert [each.passed for each in store.quality.summarise_samples(START)] == [0, 0]
+    change(project.id, quality="off", actor=ACTOR)
+    assert store.quality.list_samples() == []
+    assert find_text(url, CANARY) == set()
+    change(project.id, quality="automatic", actor=ACTOR)
+    assert add(first, texts)
+    rule = RetentionRule(project=project.id, kind="samples", keep_days=3)
+    store.retention.set_rule(rule, actor=ACTOR)
+    clock.now += 4 * DAY
+    assert store.retention.delete_expired() == 1
 
 
 def find_text(url: str, text: str) -> set[str]:

@@ -25,6 +25,7 @@ from argosy.deployment.settings.prompt_config import (
     PromptRule,
     find_prompt_problems,
 )
+from argosy.deployment.settings.quality_config import QualityConfig, find_quality_problems
 from argosy.deployment.settings.replica_config import ReplicaConfig, find_contradiction
 from argosy.deployment.settings.routing_config import (
     CacheRule,
@@ -329,6 +330,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Export traces of requests by OTLP. None exports none."""
     alerting: ByCommandLine[AlertingConfig] = AlertingConfig()
     """Alerts, and who is notified of them. A gateway of a `fleet` leaves them to the controller."""
+    quality: ByOperator[QualityConfig] = QualityConfig()
+    """Samples of answers, and scheduled runs of golden sets."""
     series: ByCommandLine[SeriesConfig] = SeriesConfig()
     """Time series of requests, tokens, latencies, replicas, tenants and cost."""
     max_failed_attempts: ByOperator[Annotated[int, Meta(ge=1, le=10)]] = 4
@@ -452,6 +455,7 @@ def find_contradictions(
     yield from _find_traffic_problems(config)
     yield from _find_rule_problems(config, [name for name, _ in names])
     yield from find_prompt_problems(config.prompts, config.prompt_rules, has_accounts=has_accounts)
+    yield from find_quality_problems(config.quality, has_accounts=has_accounts)
     if config.advertise_url is not None:
         try:
             parse_endpoint(config.advertise_url)

@@ -103,22 +103,13 @@ def _judge(
 
 def _read_set(quality: Quality, reference: str) -> tuple[QualitySet, GoldenSet]:
     """Return a set that can gate. Raises NotFoundError or ValueError, which say why there is none."""
-    name, _, version = reference.partition("@")
-    found = [
-        each
-        for each in quality.list_sets()
-        if each.id == reference
-        or (each.organisation is None and each.name == name and version in {"", str(each.version)})
-    ]
-    if not found:
-        raise NotFoundError("the store has no such set; add it with `argosy quality import`")
-    latest = max(found, key=lambda each: each.version)
-    golden = decode_set(quality.read_content(latest))
+    found = quality.find_set(reference)
+    golden = decode_set(quality.read_content(found))
     if golden.has_rubrics:
         raise ValueError(
             "it has rubrics, and a judge does not gate a rollout; use other assertions"
         )
-    return latest, golden
+    return found, golden
 
 
 def _build_sender(clients: Sequence[httpx2.AsyncClient]) -> SendRequest:

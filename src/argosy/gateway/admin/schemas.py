@@ -39,11 +39,15 @@ from argosy.store import (
     Project,
     PromptLabel,
     PromptName,
+    QualityConsent,
+    QualitySample,
     QualitySet,
     QuotaFailureMode,
     RecordOrder,
     Role,
     RoleScope,
+    SampledTexts,
+    SampleSummary,
     StepSeconds,
     Tier,
     Timestamp,
@@ -136,6 +140,24 @@ class QualitySetView(QualitySet, frozen=True, kw_only=True, tag_field="object", 
     """Version of a golden set."""
 
 
+class QualitySampleView(
+    QualitySample, frozen=True, kw_only=True, tag_field="object", tag="quality_sample"
+):
+    """Grade of a sampled answer, without its texts."""
+
+
+class SampleTextsView(
+    SampledTexts, frozen=True, kw_only=True, tag_field="object", tag="quality_sample.texts"
+):
+    """Texts of a sampled answer, without personal data."""
+
+
+class SampleSummaries(msgspec.Struct, frozen=True, kw_only=True):
+    """Grades of sampled answers by model, version and judge."""
+
+    data: list[SampleSummary]
+
+
 class QualityRunView(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="quality_run"
 ):
@@ -219,6 +241,7 @@ ListedRecord = (
     | PromptView
     | QualitySet
     | QualityRunView
+    | QualitySample
 )
 V = TypeVar(
     "V",
@@ -232,6 +255,7 @@ V = TypeVar(
     PromptView,
     QualitySetView,
     QualityRunView,
+    QualitySampleView,
 )
 
 
@@ -558,6 +582,7 @@ class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quota_failure_mode: QuotaFailureMode = "open"
     networks: Networks = ()
     flags: Names | UnsetType = UNSET
+    quality: QualityConsent = "off"
 
 
 class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -570,6 +595,7 @@ class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quota_failure_mode: QuotaFailureMode | UnsetType = UNSET
     networks: Networks | UnsetType = UNSET
     flags: Names | UnsetType = UNSET
+    quality: QualityConsent | UnsetType = UNSET
 
 
 class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

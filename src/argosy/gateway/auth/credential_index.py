@@ -253,6 +253,7 @@ def _build_principal(
         cache_domain=project.organisation if project.share_cache else project.id,
         allowed_models=models,
         flags=frozenset(project.flags + flags),
+        quality=project.quality,
     )
 
 

@@ -221,6 +221,7 @@ class ResponsesHandlers:
         Raises:
             ApiError: 413 if the client asked for what needs room.
         """
+        exchange.forbids_storage = request.store is False
         if not (self._is_stored(request) or request.conversation_id):
             return request
         try:

@@ -134,11 +134,12 @@ class TelemetryFilter:
             self._record_intervals(context)
         if self._exporter is not None:
             self._exporter.add(context)
-        if self._prefix_doctor is not None:
+        is_measured = context.is_measured
+        if self._prefix_doctor is not None and is_measured:
             self._prefix_doctor.add(context)
         self._traces.complete(trace, now)
         self._record_metrics(context, now)
-        if self._objectives is not None and self._objectives.objectives:
+        if self._objectives is not None and self._objectives.objectives and is_measured:
             self._objectives.record_request(context, now)
 
     def _record_progress(self, context: RequestContext, now: float) -> None:
@@ -193,7 +194,7 @@ class TelemetryFilter:
             queue_end = trace.attempts[0].chosen_at if trace.attempts else now
             queue_s = 0.0 if trace.queued_at is None else queue_end - trace.queued_at
             metrics.queue.observe((model,), queue_s)
-        if self._series is not None:
+        if self._series is not None and context.is_measured:
             error, usage = context.error, trace.tokens
             # A reached limit is apart from an invalid request.
             is_limited = error is not None and error.status == HTTPStatus.TOO_MANY_REQUESTS

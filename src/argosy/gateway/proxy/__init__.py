@@ -6,9 +6,11 @@ and when it runs are those of the `PlacementCore` (`policy.placement`), which th
 the client through a `ResponseWriter`, and checks its timeouts. A `StreamSplice` moves both sockets of a regular stream
 to the native `FastPath`. A `DemandMeter` counts the tokens that arrive and are served, for the autoscaler of the fleet.
 A `RoutingPreviewer` previews these decisions. A `ResponseCache` answers equal requests with a kept response.
+An `AnswerSampler` grades samples of answers.
 """
 
 from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
+from argosy.gateway.proxy.answer_sampler import AnswerSampler
 from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers

@@ -92,10 +92,10 @@ class CachingWriter(WrappingWriter):
 
     def write_events(self, events: bytes) -> None:
         self._writer.write_events(events)
-        self._record(_parse_chunks(events))
+        self._record(parse_chunks(events))
 
     async def filter_body(self, body: bytes) -> bytes:
-        self._record(_split_body(body, is_chat=self._context.api is CHAT))
+        self._record(split_body(body, is_chat=self._context.api is CHAT))
         return await self._writer.filter_body(body)
 
     def discard(self) -> bool:
@@ -331,7 +331,7 @@ class CachingWriter(WrappingWriter):
             return
         try:
             for chunk in chunks:
-                encoded = msgspec.json.encode(_normalize_chunk(chunk, self._context.model))
+                encoded = msgspec.json.encode(normalize_chunk(chunk, self._context.model))
                 self._recorded_bytes += len(encoded)
                 if not self._cache.reserve_bytes(len(encoded), self._recorded_bytes, flight):
                     self._recorded_bytes -= len(encoded)
@@ -348,7 +348,7 @@ class CachingWriter(WrappingWriter):
         flight.drop_chunks()
 
 
-def _parse_chunks(events: bytes) -> Iterator[dict[str, Any]]:
+def parse_chunks(events: bytes) -> Iterator[dict[str, Any]]:
     """Yield the chunks with choices in events."""
     for event in events.removesuffix(EVENT_END).split(EVENT_END):
         data = event_data(event)
@@ -358,7 +358,7 @@ def _parse_chunks(events: bytes) -> Iterator[dict[str, Any]]:
                 yield chunk
 
 
-def _normalize_chunk(chunk: dict[str, Any], model: str) -> dict[str, Any]:
+def normalize_chunk(chunk: dict[str, Any], model: str) -> dict[str, Any]:
     """Return a chunk without what belongs to one request, and with all fields that a response in one piece needs.
 
     Servers other than Argosy's leave some out. Raises one of `MALFORMED_EVENT_ERRORS` if it is no chunk.
@@ -385,7 +385,7 @@ def _normalize_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return normalized
 
 
-def _split_body(body: bytes, *, is_chat: bool) -> Iterator[dict[str, Any]]:
+def split_body(body: bytes, *, is_chat: bool) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a stream that a response in one piece could have been."""
     response = _decode(body)
     common = {name: response[name] for name in ("model", "system_fingerprint") if name in response}

@@ -33,6 +33,7 @@ from argosy.gateway.pool import Pool
 from argosy.gateway.principal import NO_SPECULATION_FLAG, TIERS, Principal
 from argosy.gateway.prompt_rendering import render_prompt
 from argosy.gateway.proxy.adapter_loading import find_replicas_without_adapters
+from argosy.gateway.proxy.answer_sampler import AnswerSampler
 from argosy.gateway.proxy.caching_writer import CachingWriter
 from argosy.gateway.proxy.cascade_writer import CascadeWriter, EscalationError
 from argosy.gateway.proxy.constraint_check import (
@@ -66,6 +67,7 @@ from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
     COMPLETION,
+    QUALITY_ROUTE,
     ApiShape,
     EndReason,
     RequestContext,
@@ -160,6 +162,12 @@ class CompletionHandlers:
         self._judge_caller = ModelCaller(partial(self._handle_internal, JUDGE_ROUTE))
         self.call_for_summary = ModelCaller(partial(self._handle_internal, SUMMARY_ROUTE)).call
         """Sends a request for the summary of a part of a conversation."""
+        self.call_for_quality = ModelCaller(
+            partial(self._handle_internal, QUALITY_ROUTE)
+        ).call_alone
+        """Sends a request for the quality of models, which counts for no objective and no series."""
+        self.answer_sampler: AnswerSampler | None = None
+        """Samples answers. None without a store."""
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None or adapter_meter is not None:
             self._shadow_traffic = ShadowTraffic(
@@ -287,7 +295,8 @@ class CompletionHandlers:
         writer: ResponseWriter = (
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
         )
-        if context.content or context.cascade or self._models.rules[CacheRule] or principal.flags:
+        may_wrap = context.content or context.cascade or self._models.rules[CacheRule]
+        if may_wrap or principal.flags or principal.quality != "off":
             writer = self._wrap_writer(writer, context)
         try:
             await self._execute(context, self._filters, writer)
@@ -342,6 +351,8 @@ class CompletionHandlers:
         """Return a writer that filters, keeps, paces or judges the response, as rules and flags of its sender say."""
         if isinstance(writer, StreamingWriter):
             writer = pace_stream(writer, context.principal.flags) or writer
+        if self.answer_sampler is not None and context.principal.quality != "off":
+            writer = self.answer_sampler.watch(writer, context)
         if context.content is not None and context.content.moderates("output"):
             writer = ModerationWriter(writer, context, self._moderator)
         if context.content is not None and context.content.filters_output:
@@ -493,7 +504,7 @@ class CompletionHandlers:
     def _on_request_admitted(self, context: RequestContext) -> None:
         """Let a request count in the comparison of versions, and copy it if the route of its pool says so."""
         outcomes = self._outcomes if context.adapter is None else self._adapter_meter
-        if outcomes is None or context.is_copy:
+        if outcomes is None or context.is_copy or not context.is_measured:
             return
         try:
             outcomes.on_request_admitted(context)
@@ -505,7 +516,7 @@ class CompletionHandlers:
     def _on_request_ended(self, context: RequestContext) -> None:
         """Measure a request for the comparison of versions, before its output is forgotten."""
         outcomes = self._outcomes if context.adapter is None else self._adapter_meter
-        if outcomes is None:
+        if outcomes is None or not context.is_measured:
             return
         try:
             outcomes.on_request_ended(context)

@@ -8,11 +8,13 @@ from http import HTTPStatus
 
 import msgspec
 
+from argosy.deployment import GatewayConfig
 from argosy.gateway.principal import Principal
 from argosy.gateway.request_context import ApiShape, RequestContext
 from argosy.http_server import (
     ClientListener,
     HttpExchange,
+    HttpRequest,
     ResponseTransport,
     run_handler,
 )
@@ -80,6 +82,48 @@ class ModelCaller:
             receiver, method="POST", path=api.path.decode(), dropped_headers=headers
         )
         principal = msgspec.structs.replace(context.principal, allowed_models=None)
+        await self._run(exchange, receiver, principal, api, body, timeout_s)
+        if receiver.status != HTTPStatus.OK:
+            status, code = receiver.status or 502, exchange.error_code or "upstream_failed"
+            raise ApiError(status, code, "A request of the gateway itself has failed.")
+        return receiver.body
+
+    async def call_alone(
+        self,
+        principal: Principal,
+        limits: GatewayConfig,
+        api: ApiShape,
+        body: bytes,
+        timeout_s: float,
+    ) -> tuple[int, bytes]:
+        """Return status and body of a model's response to a request that no client's request has caused.
+
+        Args:
+            principal: Whose limits and bill count.
+            limits: Limits on the request.
+            api: API of the request.
+            body: Body of the request, whose response is not streamed.
+            timeout_s: How long to wait for it.
+
+        Raises:
+            TimeoutError: The response took too long.
+        """
+        receiver = _ResponseReceiver()
+        request = HttpRequest("POST", api.path.decode(), b"", [], "", receiver)
+        exchange = HttpExchange(request, limits)
+        await self._run(exchange, receiver, principal, api, body, timeout_s)
+        return receiver.status, receiver.body
+
+    async def _run(
+        self,
+        exchange: HttpExchange,
+        receiver: _ResponseReceiver,
+        principal: Principal,
+        api: ApiShape,
+        body: bytes,
+        timeout_s: float,
+    ) -> None:
+        """Handle a request, whose response the receiver gets. Raises TimeoutError."""
         handled = self._handle(exchange, principal, api, body)
         task = asyncio.create_task(run_handler(exchange, handled))
         self._tasks.add(task)
@@ -91,7 +135,3 @@ class ModelCaller:
                 receiver.disconnect()
         if not task.done():
             raise TimeoutError
-        if receiver.status != HTTPStatus.OK:
-            status, code = receiver.status or 502, exchange.error_code or "upstream_failed"
-            raise ApiError(status, code, "A request of the gateway itself has failed.")
-        return receiver.body

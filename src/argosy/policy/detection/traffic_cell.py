@@ -42,6 +42,10 @@ class TrafficCell(msgspec.Struct, array_like=True):
     """Answers for which the replica computed more than half of the prompt."""
     histograms: dict[str, dict[int, int]] = {}
     """Counts by bucket of ascending order: `ttft`, `tpot`, `output`, `prompt` and `cost`."""
+    graded: int = 0
+    """Sampled answers."""
+    failed_grades: int = 0
+    """Sampled answers whose grade does not pass."""
 
     def add(self, other: TrafficCell) -> None:
         """Add the counts of another cell."""
@@ -72,7 +76,7 @@ class EventKind(NamedTuple):
     """Words for the requests with the event, as the end of a sentence."""
     source: str
     """Counter or histogram of a cell."""
-    per: Literal["requests", "answered"] | None = None
+    per: Literal["requests", "answered", "graded"] | None = None
     """Counter of the opportunities; None for a histogram."""
     quantile: float = 0.0
     """The event is a value above this quantile of the weeks before, or below it if it is less than a half."""
@@ -122,5 +126,6 @@ EVENTS = (
     EventKind("long_prompt", "had a long prompt", "prompt", None, 0.9),
     EventKind("short_prompt", "had a short prompt", "prompt", None, 0.1),
     EventKind("high_cost", "were expensive", "cost", None, 0.9),
+    EventKind("low_quality", "did not pass as sampled answers", "failed_grades", "graded"),
 )
 """All events. Their positions identify them in records, so that new ones are appended."""

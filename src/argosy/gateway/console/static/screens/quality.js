@@ -1,6 +1,6 @@
-// Quality: golden sets, their runs, and the comparison of one run with its interval and the items that differ.
+// Quality: sampled answers with their grades, golden sets, their runs, and the comparison of one run with its interval.
 import { html } from "../vendor.js";
-import { useResource } from "../core/api.js";
+import { may, useResource } from "../core/api.js";
 import { exact, percent, time, visible } from "../core/format.js";
 import { link, route } from "../core/router.js";
 import { useNames } from "../ui/names.js";
@@ -15,16 +15,33 @@ const Verdict = ({ value }) => (VERDICTS[value] ? html`<${Pill} kind=${VERDICTS[
 export default function Quality() {
   const sets = useResource("admin/quality/sets?limit=1000", 30000);
   const runs = useResource("admin/quality/runs?limit=1000", 10000);
+  const summary = useResource("admin/quality/summary", 30000);
+  const samples = useResource("admin/quality/samples?limit=1000", 30000);
   const nameOf = useNames();
   const setOf = new Map((sets.data?.data ?? []).map((each) => [each.id, `${each.name}@${each.version}`]));
   const chosen = (runs.data?.data ?? []).find(({ id }) => id === route.value.parts[0]);
   const nameOfSet = ({ quality_set: id }) => setOf.get(id) ?? id;
-  return html`${chosen ? html`<${Comparison} run=${chosen} set=${nameOfSet(chosen)} />` : null}
+  const [kind, sampleId] = route.value.parts;
+  return html`${kind === "samples" && sampleId ? html`<${Sample} key=${sampleId} id=${sampleId} row=${(samples.data?.data ?? []).find(({ id }) => id === sampleId)} />` : null}
+    ${chosen ? html`<${Comparison} run=${chosen} set=${nameOfSet(chosen)} />` : null}
+    <${Card} title="Sampled answers" note="of projects that permit it, in the last 7 days"><${Resource} of=${summary} empty="No answer was sampled: argosy tenants change PROJECT --quality automatic.">
+      ${({ data }) => html`<${Table} label="Grades" columns=${SUMMARY_COLUMNS} rows=${data} rowKey=${(row) => `${row.model} ${row.version} ${row.judge}`} height=${200} csv="sample-grades.csv" />`}<//>
+      ${samples.data?.data?.length ? html`<${Table} label="Samples" columns=${listSampleColumns(nameOf)} rows=${[...samples.data.data].reverse()} rowKey=${(row) => row.id} height=${320} csv="samples.csv" />` : null}<//>
     <${Card} title="Runs" note="the latest first"><${Resource} of=${runs} empty="No golden set was run yet: argosy quality run SET --model MODEL --against OTHER.">
       ${({ data }) => html`<${Table} label="Runs" columns=${listRunColumns(nameOfSet)} rows=${[...data].reverse()} rowKey=${(row) => row.id} height=${320} csv="quality-runs.csv" />`}<//><//>
     <${Card} title="Golden sets" note="requests with assertions about their answers"><${Resource} of=${sets} empty="There are no golden sets: argosy quality import NAME FILE.">
       ${({ data }) => html`<${Table} label="Golden sets" columns=${listSetColumns(nameOf)} rows=${[...data].reverse()} rowKey=${(row) => row.id} height=${320} csv="golden-sets.csv" />`}<//><//>`;
 }
+
+// Texts of one sampled answer. Reading them is an entry of the audit log.
+function Sample({ id, row }) {
+  const texts = useResource(`admin/quality/samples/${id}`);
+  return html`<${Card} title="Sampled answer" note="without personal data; that you read it is in the audit log" actions=${row ? html`<${Grade} row=${row} />` : null}><${Resource} of=${texts} isEmpty=${() => false}>
+    ${({ reason, question, answer }) => html`<dl class="facts"><dt>Response</dt><dd><${Name} value=${id} /></dd>${reason ? html`<dt>Reason</dt><dd>${visible(reason)}</dd>` : null}</dl>
+      <h3>Question</h3><pre tabindex="0">${visible(question)}</pre><h3>Answer</h3><pre tabindex="0">${visible(answer)}</pre>`}<//><//>`;
+}
+
+const Grade = ({ row }) => html`<${Pill} kind=${row.has_passed ? "ok" : "bad"}>${row.has_passed ? "Passed" : "Failed"}<//>`;
 
 // The difference of both models: what was found, how sure it is, and what the set could not have seen.
 function Comparison({ run, set }) {
@@ -56,6 +73,25 @@ function Interval({ comparison: { lower, upper, difference, margin } }) {
     <line x1="0" x2="100" y1="7" y2="7" /><line x1="50" x2="50" y1="0" y2="14" /><line class="margin" x1=${at(-margin)} x2=${at(-margin)} y1="0" y2="14" />
     <rect x=${at(lower)} width=${Math.max(0.5, at(upper) - at(lower))} y="4" height="6" /><rect class="mean" x=${at(difference) - 0.3} width="0.6" y="1" height="12" /></svg>`;
 }
+
+const SUMMARY_COLUMNS = [
+  { key: "model", label: "Model", value: (row) => row.model, cell: (row) => html`<${Name} value=${row.model} />` },
+  { key: "version", label: "Version", value: (row) => visible(row.version.slice(0, 19)) },
+  { key: "judge", label: "Judge", value: (row) => visible(row.judge) || "fixed checks" },
+  { key: "ratio", label: "Passed", isNumber: true, value: (row) => row.passed / row.samples, cell: (row) => percent(row.passed / row.samples) },
+  { key: "score", label: "Score", isNumber: true, value: (row) => row.score, cell: (row) => row.score.toFixed(3) },
+  { key: "samples", label: "Samples", isNumber: true, value: (row) => row.samples, cell: (row) => exact(row.samples) },
+];
+
+const listSampleColumns = (nameOf) => [
+  timeColumn("created_at", "Time"),
+  { key: "id", label: "Response", value: (row) => row.id, cell: (row) => (may("operator") ? html`<a href=${link("quality", ["samples", row.id])}>${visible(row.id)}</a>` : visible(row.id)) },
+  { key: "model", label: "Model", value: (row) => visible(row.model) },
+  { key: "project", label: "Project", value: (row) => visible(nameOf(row.project)) },
+  { key: "judge", label: "Judge", value: (row) => visible(row.judge) || "fixed checks" },
+  { key: "score", label: "Score", isNumber: true, value: (row) => row.score, cell: (row) => row.score.toFixed(2) },
+  { key: "grade", label: "Grade", value: (row) => (row.has_passed ? "passed" : "failed"), cell: (row) => html`<${Grade} row=${row} />` },
+];
 
 const PAIR_COLUMNS = [
   { key: "item", label: "Item", value: ([item]) => item, cell: ([item]) => html`<${Name} value=${item} />` },

@@ -12,6 +12,7 @@ import { Table, timeColumn } from "../ui/table.js";
 const TABS = ["organisations", "projects", "users", "keys", "limits", "prices"];
 const ROLES = ["user", "viewer", "operator", "admin"].map((role) => [role, role]);
 const SCOPES = [["organisation", "its organisation"], ["gateway", "the whole gateway"]];
+const CONSENTS = [["off", "none, and delete those that there are"], ["automatic", "graded by fixed checks"], ["judged", "graded by fixed checks and a model"]];
 const TIERS = ["premium", "standard", "free"].map((tier) => [tier, tier]);
 const patch = async (path, body) => (await call("PATCH", path, body)).json();
 
@@ -70,6 +71,7 @@ const VIEWS = {
     columns: (tools) => [nameColumn("name", "Name"), idColumn, ownerColumn("organisation", "Organisation", tools.names), nameColumn("tier", "Tier"), flagsColumn, { key: "weight", label: "Weight", isNumber: true, value: (row) => row.weight },
       { key: "stored_bytes", label: "Stored", isNumber: true, value: (row) => row.stored_bytes, cell: (row) => html`<span title=${`${exact(row.stored_bytes)} of ${exact(row.max_stored_bytes)} bytes of responses and conversations`}>${count(row.stored_bytes)} of ${count(row.max_stored_bytes)} bytes</span>` }, stateColumn, createdColumn,
       actionColumn((row) => (!row.archived_at && may("admin") ? html`<button class="btn" onClick=${() => tools.open(form(tools, `Change ${row.name}`, [{ name: "name", label: "Name", value: row.name, isRequired: true },
+        { name: "quality", label: "Samples of answers for quality", options: CONSENTS, value: row.quality },
         ...(may("admin", "gateway") ? [{ name: "tier", label: "Tier", options: TIERS, value: row.tier }, { name: "weight", label: "Weight among projects of the tier", kind: "number", value: row.weight, parse: Number }] : [])], `admin/projects/${row.id}`, undefined, patch))}>Change</button>
         <${Action} kind="danger" confirm=${`Archive ${row.name}? Its keys are rejected.`} done="Archived." run=${async () => { await post(`admin/projects/${row.id}/archive`); tools.reload(); }}>Archive<//>` : null))],
   },
