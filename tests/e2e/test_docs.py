@@ -90,6 +90,9 @@ NOT_RUN = {
         "python3 -m venv": NO_NETWORK,
         "/opt/argosy-0.2.0/.venv/bin/argosy": "needs two versions, which tests/e2e/test_upgrade.py installs",
     },
+    "twin.md": {
+        "argosy twin replay": "needs requests in the ledger, as tests/unit/twin/test_twin.py has",
+    },
 }
 """Reason why the commands and programs of a page that begin like this are not run."""
 EXHAUSTIVE = {

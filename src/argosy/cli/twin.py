@@ -6,6 +6,7 @@ connected to. Only a trace that a scenario names is read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -13,17 +14,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec.structs import replace
 from typer import Argument, Option
 
+from argosy.cli.account_lookup import StoreUrl, open_existing_store
 from argosy.cli.failure import EXIT_FAILURE, fail
 from argosy.cli.output import JsonOutput, print_json
+from argosy.cli.usage import SinceOption, UntilOption
 from argosy.machine_resources import usable_cpus
 
 if TYPE_CHECKING:
     from argosy.bench import MetricName
+    from argosy.store import UsageFilter, UsageRecord
     from argosy.twin import Scenario, TwinResult
 
 MAX_SEEDS = 1_000_000
+MAX_REPLAYED = 200_000
+"""Requests of the ledger that are replayed, which bounds memory and time."""
+DAY_S = 86_400.0
 SHOWN_LATENCIES: tuple[MetricName, ...] = ("ttft", "tpot", "e2e")
 
 app = typer.Typer(
@@ -37,6 +45,15 @@ ScenarioFiles = Annotated[
         help="YAML files; each overrides the settings of those before it.",
         exists=True,
         dir_okay=False,
+    ),
+]
+
+ChangesOption = Annotated[
+    list[str] | None,
+    Option(
+        "--set",
+        metavar="SETTING=VALUE",
+        help="Change a setting, such as pool.replicas=8. May be repeated.",
     ),
 ]
 
@@ -55,6 +72,7 @@ def run(
     jobs: Annotated[
         int | None, Option(min=1, max=256, help="Processes; by default one for each CPU.")
     ] = None,
+    changes: ChangesOption = None,
     save_failure: Annotated[
         Path | None,
         Option(help="Shrink the first failing seed, and write it as a scenario to this file."),
@@ -65,10 +83,10 @@ def run(
 
     Exits with status 1 if an invariant did not hold for a seed.
     """
-    from argosy.twin import read_scenario
+    from argosy.twin import change_scenario, read_scenario
 
     try:
-        scenario = read_scenario(scenario_files)
+        scenario = change_scenario(read_scenario(scenario_files), changes or ())
         results = list(_run_seeds(scenario, range(seed, seed + seeds), jobs))
     except ValueError as error:
         fail(str(error))
@@ -84,6 +102,68 @@ def run(
     if save_failure is not None:
         _save_failure(scenario, failed[0], save_failure)
     raise typer.Exit(EXIT_FAILURE)
+
+
+@app.command()
+def replay(
+    scenario_files: ScenarioFiles,
+    *,
+    store: StoreUrl = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    model: Annotated[str | None, Option(help="Only requests for this model.")] = None,
+    changes: ChangesOption = None,
+    seed: Annotated[int, Option(min=0, help="Seed of all that is random.")] = 1,
+    json: JsonOutput = False,
+) -> None:
+    """Replay the requests of the ledger through the pool of a scenario, and once more with the settings of `--set`.
+
+    The ledger has times and numbers of tokens, and no texts. Its owner decides who may read it.
+    """
+    from argosy.store import UsageFilter
+    from argosy.twin import change_scenario, convert_records, read_scenario, run_scenario
+
+    try:
+        scenario = read_scenario(scenario_files)
+        where = UsageFilter(
+            since=time.time() - DAY_S if since is None else since, until=until, model=model
+        )
+        requests, tenants = convert_records(_read_ledger(store, where))
+        last = requests[-1].at_s or 0.0
+        scenario = replace(
+            scenario,
+            duration_s=max(1.0, last),
+            requests=requests,
+            workload=replace(scenario.workload, tenants=tenants, trace=None),
+        )
+        results = [run_scenario(scenario, seed)]
+        if changes:
+            results.append(run_scenario(change_scenario(scenario, changes), seed))
+    except ValueError as error:
+        fail(str(error))
+    if json:
+        print_json(results)
+        return
+    for title, result in zip(
+        ("as in the scenario", f"with {', '.join(changes or ())}"), results, strict=False
+    ):
+        typer.echo(f"--- {title}")
+        _print_result(result)
+
+
+def _read_ledger(store: str | None, where: UsageFilter) -> list[UsageRecord]:
+    """Return the requests of the ledger. Raises ValueError if there is none with tokens, or too many."""
+    records: list[UsageRecord] = []
+    with open_existing_store(store) as opened:
+        for page in opened.ledger.iter_records(where):
+            records += [record for record in page if record.output_tokens]
+            if len(records) > MAX_REPLAYED:
+                raise ValueError(
+                    f"there are more than {MAX_REPLAYED:,} requests: choose a shorter time with --since and --until"
+                )
+    if not records:
+        raise ValueError("the ledger has no answers in this time: choose another one with --since")
+    return records
 
 
 def _run_seeds(scenario: Scenario, seeds: range, jobs: int | None) -> Iterator[TwinResult]:

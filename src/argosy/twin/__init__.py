@@ -3,10 +3,10 @@
 A `Scenario` and a seed determine the requests and the faults of a run (`make_plan`). `run_scenario` drives them through
 a `SimulatedGateway`, a `SimulatedFleet` and its replicas. These perform effects by events of a `Simulation`, while all
 decisions are those of `argosy.policy` and of the engine's `Scheduler`. Each step has the price of a `StepCost`. The
-result has the measurements of a benchmark, and a hash of all that happened. `hardware` prices the steps of a replica on
-an accelerator.
+result has the measurements of a benchmark, and a hash of all that happened.
 """
 
+from argosy.twin.ledger_replay import convert_records
 from argosy.twin.linear_cost import LinearStepCost
 from argosy.twin.run import Plan, TwinResult, make_plan, run_scenario
 from argosy.twin.scenario import (
@@ -14,6 +14,7 @@ from argosy.twin.scenario import (
     Fault,
     PoolSettings,
     Scenario,
+    change_scenario,
     read_scenario,
     write_scenario,
 )

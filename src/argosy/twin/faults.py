@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
-
 from argosy.twin.fleet import SimulatedFleet
 from argosy.twin.gateway import SimulatedGateway
 from argosy.twin.replica import SimulatedReplica
@@ -31,6 +29,7 @@ def list_faults(scenario: Scenario, seed: int) -> tuple[Fault, ...]:
                     replica=stream.randrange(1000),
                     duration_s=round(1.0 + 30.0 * stream.random(), 3),
                     factor=round(2.0 + 6.0 * stream.random(), 3),
+                    fails_to_start=stream.random() < 0.5,
                 )
             )
             at_s += stream.expovariate(random_faults.per_minute / 60.0)
@@ -60,8 +59,10 @@ class FaultInjector:
                 for name, process in tuple(fleet.processes.items()):
                     if int(name.rsplit("-", 1)[1]) % self._zones == fault.replica % self._zones:
                         fleet.crash(process, "its zone is gone")
+            case "rollout":
+                fleet.declare(1.0, fails_to_start=False)
             case "bad_rollout":
-                self._begin_bad_rollout(fault)
+                fleet.declare(fault.factor, fails_to_start=fault.fails_to_start)
             case "clock_skew":
                 fleet.clock_offset_s += fault.factor
                 self._later(fault, partial(self._restore_clock, fault.factor))
@@ -103,17 +104,3 @@ class FaultInjector:
 
     def _restore_clock(self, seconds: float) -> None:
         self._fleet.clock_offset_s -= seconds
-
-    def _begin_bad_rollout(self, fault: Fault) -> None:
-        """Declare a generation whose replicas exit, and the former settings as another one when it is noticed."""
-        fleet = self._fleet
-        if fleet.failing_generation is not None:
-            return
-        fleet.failing_generation = fleet.desired.generation + 1
-        fleet.desired = msgspec.structs.replace(fleet.desired, generation=fleet.failing_generation)
-        self._later(fault, partial(self._end_bad_rollout, fleet.failing_generation))
-
-    def _end_bad_rollout(self, generation: int) -> None:
-        fleet = self._fleet
-        fleet.failing_generation = None
-        fleet.desired = msgspec.structs.replace(fleet.desired, generation=generation + 1)

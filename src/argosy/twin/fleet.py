@@ -38,7 +38,8 @@ from argosy.policy.reconciliation import (
 )
 from argosy.twin.gateway import SimulatedGateway
 from argosy.twin.prober import Prober
-from argosy.twin.replica import Fidelity, SimulatedReplica
+from argosy.twin.replica import Fidelity, SimulatedReplica, Version
+from argosy.twin.rollout import SimulatedRollout
 from argosy.twin.simulation import NS_PER_S, Simulation, require
 from argosy.twin.step_cost import StepCost
 
@@ -79,6 +80,7 @@ class SimulatedFleet:
         cost: Price of the steps.
         fidelity: Fidelity of the replicas.
         start_s: Time from the start of a replica until it serves.
+        rollout: Decides which versions run.
         scaling: Limits of the autoscaler; None if it is off.
     """
 
@@ -91,14 +93,13 @@ class SimulatedFleet:
         cost: StepCost,
         fidelity: Fidelity,
         start_s: float,
+        rollout: SimulatedRollout,
         scaling: AutoscalerSettings | None,
     ) -> None:
         self.desired = desired
         self.processes: dict[str, SimulatedReplica] = {}
         self.clock_offset_s = 0.0
         """How far the controller's clock is ahead."""
-        self.failing_generation: int | None = None
-        """Generation whose replicas exit as soon as they start."""
         self.num_actions: Counter[str] = Counter()
         self.replica_s = 0.0
         """Time in which replicas ran, all together."""
@@ -109,6 +110,9 @@ class SimulatedFleet:
         self._cost = cost
         self._fidelity = fidelity
         self._start_s = start_s
+        self._rollout = rollout
+        self._versions = [Version(desired.generation)]
+        """All versions that were declared, by generation from 1."""
         self._members: dict[str, _Member] = {}
         self._observed_at = self._observing_since = simulation.now
         self._scaling = scaling
@@ -129,6 +133,22 @@ class SimulatedFleet:
         self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
         if self._scaling is not None:
             self._simulation.call_later(SCALING_INTERVAL_S, self._scale)
+
+    def declare(self, slowdown: float, *, fails_to_start: bool) -> None:
+        """Declare another version, which a rollout introduces."""
+        version = Version(len(self._versions) + 1, slowdown, fails_to_start)
+        self._versions.append(version)
+        self._rollout.declared = version.generation
+
+    def _is_routed(self, name: str, member: _Member) -> bool:
+        return name in self._gateway.pool_of(member.generation).replicas
+
+    def _desired_versions(self) -> tuple[DesiredPool, ...]:
+        split = self._rollout.split or {self.desired.generation: self.desired.replicas}
+        return tuple(
+            msgspec.structs.replace(self.desired, generation=generation, replicas=replicas)
+            for generation, replicas in split.items()
+        )
 
     def find_running(self, ordinal: int) -> SimulatedReplica | None:
         """Return the process of the replica with this number, counted around; None if none runs."""
@@ -165,10 +185,11 @@ class SimulatedFleet:
         process = SimulatedReplica(
             name,
             self._simulation,
-            self._limits,
-            self._cost,
-            self._fidelity,
-            self._gateway.on_tokens,
+            limits=self._limits,
+            cost=self._cost,
+            fidelity=self._fidelity,
+            version=self._versions[generation - 1],
+            on_tokens=self._gateway.on_tokens,
         )
         process.state = "starting"
         if member is None:
@@ -183,7 +204,7 @@ class SimulatedFleet:
     def _become_ready(self, member: _Member, attempt: int) -> None:
         if member.attempt != attempt or member.process.state != "starting":
             return
-        if member.generation == self.failing_generation:
+        if self._versions[member.generation - 1].fails_to_start:
             self.crash(member.process, "exited with status 1")
             return
         member.process.state = "ready"
@@ -214,7 +235,12 @@ class SimulatedFleet:
             replicas=tuple(self._observe(name, each) for name, each in self._members.items()),
             observing_since=self._observing_since,
         )
-        for action in reconcile(DesiredFleet(pools=(self.desired,)), observed, now).actions:
+        limits, route = self.desired.restart_limits, self._rollout.route
+        self._rollout.decide(observed.replicas, limits, self.desired.replicas, now)
+        if self._rollout.route is not route:
+            self._gateway.follow_route()
+        desired = DesiredFleet(pools=self._desired_versions())
+        for action in reconcile(desired, observed, now).actions:
             self._act(action)
         self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
 
@@ -225,7 +251,7 @@ class SimulatedFleet:
             member.last_response_at = now
             if process.state == "ready" and member.ready_at is None:
                 member.ready_at = now
-        is_routed = name in self._gateway.pool.replicas
+        is_routed = self._is_routed(name, member)
         return ObservedReplica(
             name=name,
             pool=POOL,
@@ -281,7 +307,8 @@ class SimulatedFleet:
 
     def _publish(self, name: str) -> None:
         """Let the gateway follow the rotation."""
-        member, pool, now = self._members.get(name), self._gateway.pool, self._simulation.now
+        process, member, now = self.processes[name], self._members.get(name), self._simulation.now
+        pool = self._gateway.pool_of(process.generation)
         in_rotation = member is not None and member.in_rotation
         if in_rotation and name not in pool.replicas:
             replica = PlacementReplica(name, arithmetic_id="simulated")
@@ -297,7 +324,8 @@ class SimulatedFleet:
         """Check an action by what really exists."""
         member, name = self._members.get(action.replica), action.replica
         running = sum(each.state is not LaunchState.EXITED for each in self._members.values())
-        size = self.desired.replicas + self.desired.spares + self.desired.max_surge
+        versions = self._desired_versions()
+        size = sum(each.replicas + each.spares + each.max_surge for each in versions)
         match action:
             case Start():
                 is_running = member is not None and member.state is not LaunchState.EXITED
@@ -306,7 +334,8 @@ class SimulatedFleet:
             case Drain() | Remove() | Stop():
                 in_rotation = member is not None and member.in_rotation
                 require(not in_rotation, f"{name} is ended while it is in the rotation")
-                is_routed = isinstance(action, Drain) and name in self._gateway.pool.replicas
+                is_drained = isinstance(action, Drain) and member is not None
+                is_routed = is_drained and member is not None and self._is_routed(name, member)
                 require(not is_routed, f"{name} is drained while a gateway routes to it")
 
     # --- autoscaling -----------------------------------------------------------------------------
@@ -322,8 +351,8 @@ class SimulatedFleet:
         ]
         arrived, served = gateway.arrived_tokens, gateway.served_tokens
         before, self._tokens_before = self._tokens_before, (arrived, served)
-        queue = gateway.core.queues.get(gateway.pool)
-        oldest = None if queue is None else queue.queue.oldest_arrival()
+        queues = [each.queue for each in gateway.core.queues.values()]
+        arrivals = [at for each in queues if (at := each.oldest_arrival()) is not None]
         self._learn(ready, (served - before[1]) / SCALING_INTERVAL_S)
         decision = self.autoscaler.decide(
             PoolObservation(
@@ -331,9 +360,9 @@ class SimulatedFleet:
                 desired_replicas=desired,
                 ready_replicas=len(ready),
                 arrivals=(ArrivedTokens(arrived - before[0], SCALING_INTERVAL_S),),
-                queued_requests=0 if queue is None else len(queue),
-                queued_tokens=0.0 if queue is None else queue.queue.cost_tokens,
-                queue_age_s=0.0 if oldest is None else max(0.0, now - oldest),
+                queued_requests=sum(map(len, queues)),
+                queued_tokens=sum(each.cost_tokens for each in queues),
+                queue_age_s=max(0.0, now - min(arrivals, default=now)),
                 running_requests=len(gateway.active),
                 kv_used_replicas=sum(each.kv_usage_ratio for each in ready),
                 capacity_tokens_per_s=self._capacity.tokens_per_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import array
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import msgspec
@@ -47,6 +47,7 @@ from argosy.policy.placement import (
     AttemptEnded,
     AttemptEnding,
     Cancel,
+    CapacityChanged,
     Effect,
     Event,
     Move,
@@ -61,10 +62,14 @@ from argosy.policy.placement import (
     Send,
     Tick,
 )
+from argosy.policy.traffic import VersionChoice
 from argosy.protocol import SamplingParams, TokenUsage
 from argosy.twin.replica import SAMPLED_TOKEN, SimulatedReplica
+from argosy.twin.rollout import SimulatedRollout, generation_of
 from argosy.twin.simulation import Simulation, require, to_ns
 from argosy.twin.workload import SimulatedRequest, Tenant, prompt_tokens
+
+ModelPool = PlacementPool[PlacementReplica]
 
 NETWORK_S = 0.0003
 """Time from the gateway to a replica."""
@@ -105,6 +110,7 @@ class _ActiveRequest(msgspec.Struct, eq=False):
     prompt: list[int]
     tenant: Tenant
     placement: PlacementRequest
+    choice: VersionChoice
     reservation: Reservation
     arrived_s: float
     calls: list[_Call] = []
@@ -119,11 +125,12 @@ class _ActiveRequest(msgspec.Struct, eq=False):
 
 
 class SimulatedGateway:
-    """A gateway with one pool.
+    """A gateway of one model, of which each version has a pool.
 
     Args:
         simulation: Clock and events.
-        pool: Pool of the production's placement.
+        build_pool: Creates the pool of a version.
+        rollout: Selects the version for each request, and counts its end.
         replicas: Processes of the fleet by name, which the fleet changes.
         requests: Requests that clients will send.
         duration_s: Time in which requests arrive. Later turns of sessions are left out.
@@ -134,7 +141,8 @@ class SimulatedGateway:
     def __init__(
         self,
         simulation: Simulation,
-        pool: PlacementPool[PlacementReplica],
+        build_pool: Callable[[], ModelPool],
+        rollout: SimulatedRollout,
         replicas: Mapping[str, SimulatedReplica],
         *,
         requests: Iterable[SimulatedRequest],
@@ -142,7 +150,8 @@ class SimulatedGateway:
         tenants: Iterable[Tenant],
         placement_limits: PlacementLimits,
     ) -> None:
-        self.pool = pool
+        self.pools: dict[int, ModelPool] = {}
+        """Pools by generation."""
         self.core = PlacementCore(placement_limits, simulation.stream("placement"))
         self.ledger: dict[int, LedgerRow] = {}
         self.rows: list[RequestRow] = []
@@ -152,6 +161,8 @@ class SimulatedGateway:
         """Weighted tokens of the requests that have arrived."""
         self.served_tokens = 0.0
         self._simulation = simulation
+        self._build_pool = build_pool
+        self._rollout = rollout
         self._wake_at = 0.0
         self._duration_s = duration_s
         self._replicas = replicas
@@ -173,9 +184,21 @@ class SimulatedGateway:
         """Requests that have not ended."""
         return self._active
 
-    def running_calls(self, replica: str) -> int:
-        """Return the number of attempts at a replica."""
-        return sum(call.replica.name == replica for call in self._calls.values())
+    def pool_of(self, generation: int) -> ModelPool:
+        """Return the pool of a version."""
+        pool = self.pools.get(generation)
+        if pool is None:
+            pool = self.pools[generation] = self._build_pool()
+        return pool
+
+    def follow_route(self) -> None:
+        """Let the pool of the stable version serve what those of other versions cannot or may not."""
+        stable = self.pool_of(self._rollout.stable)
+        for generation, pool in self.pools.items():
+            pool.takeover = None if pool is stable else stable
+            pool.is_withdrawn = pool is not stable and not self._rollout.has_share(generation)
+        for pool in tuple(self.pools.values()):
+            self.handle(CapacityChanged(pool))
 
     # --- requests of clients ---------------------------------------------------------------------
 
@@ -207,11 +230,13 @@ class SimulatedGateway:
         minimum = running_usage(NO_CHARGE, TokenUsage(tokens, 0, 0))
         reservation = reserve(self.limits[tenant.name], expected, minimum, now)
         is_limited = isinstance(reservation, list)
+        choice = self._rollout.select(tenant.name, placement.id)
         request = _ActiveRequest(
             planned,
             prompt,
             tenant,
             placement,
+            choice,
             Reservation([], covers_estimate=True) if isinstance(reservation, list) else reservation,
             simulation.elapsed_s,
         )
@@ -221,7 +246,7 @@ class SimulatedGateway:
         self._active[placement] = request
         if planned.leave_s is not None:
             simulation.call_later(planned.leave_s, partial(self._leave, placement), 1)
-        self.handle(Arrived(placement, self.pool))
+        self.handle(Arrived(placement, self.pool_of(generation_of(choice.digest))))
 
     def _leave(self, placement: PlacementRequest) -> None:
         request = self._active.get(placement)
@@ -502,6 +527,9 @@ class SimulatedGateway:
             f"{name} is complete with {delivered} of {planned.output_tokens} tokens",
         )
         self.counts[status] += 1
+        self._rollout.record(
+            request.choice, request.tenant.name, request.placement.records, status, delivered
+        )
         simulation.trace(f"finish {request.placement.id} {status} {reason} {delivered}")
         self.rows.append(_build_row(request, status, reason, simulation.elapsed_s))
         self.num_expected -= 1

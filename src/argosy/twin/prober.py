@@ -16,7 +16,7 @@ from argosy.policy import (
     WakeAt,
 )
 from argosy.policy.placement import CapacityChanged, PlacementReplica
-from argosy.twin.gateway import SimulatedGateway
+from argosy.twin.gateway import ModelPool, SimulatedGateway
 from argosy.twin.replica import SimulatedReplica
 from argosy.twin.simulation import Simulation, to_ns
 
@@ -41,7 +41,7 @@ class Prober:
         self._check(replica, HealthCheck(replica.health, replica.load, PROFILE))
 
     def _check(self, replica: PlacementReplica, check: HealthCheck) -> None:
-        if self._gateway.pool.replicas.get(replica.name) is replica:
+        if self._find_pool(replica).replicas.get(replica.name) is replica:
             self._follow(replica, check, check.on_tick(self._simulation.now))
 
     def _follow(
@@ -50,7 +50,7 @@ class Prober:
         """Send the probe, or wait for the next check."""
         last, simulation = effects[-1], self._simulation
         if not isinstance(last, Probe):
-            self._gateway.handle(CapacityChanged(self._gateway.pool))
+            self._gateway.handle(CapacityChanged(self._find_pool(replica)))
             wake_at = last.at if isinstance(last, WakeAt) else simulation.now
             simulation.call_at(to_ns(wake_at), partial(self._check, replica, check))
             return
@@ -67,6 +67,9 @@ class Prober:
                 _apply_report(replica, process, now)
             answer = ProbeAnswer(status=200, state=process.state)
             self._follow(replica, check, check.on_answer(answer, now))
+
+    def _find_pool(self, replica: PlacementReplica) -> ModelPool:
+        return self._gateway.pool_of(self._processes[replica.name].generation)
 
     def _fail_probe(self, replica: PlacementReplica, check: HealthCheck) -> None:
         self._follow(replica, check, check.on_failure("", self._simulation.now))

@@ -24,6 +24,15 @@ STEP_PRIORITY = 2
 """Steps begin after all else that happens at the same time, so that they see it."""
 
 
+class Version(NamedTuple):
+    """Version that replicas run."""
+
+    generation: int
+    slowdown: float = 1.0
+    """Factor by which its steps take longer than those of the first one."""
+    fails_to_start: bool = False
+
+
 class _Leap(NamedTuple):
     """Decode steps that are applied at once."""
 
@@ -43,6 +52,7 @@ class SimulatedReplica:
         limits: Limits of its scheduler.
         cost: Price of its steps.
         fidelity: Whether decode steps are applied at once.
+        version: What it runs.
         on_tokens: Called with a sequence, the number of its new tokens, and whether it has ended.
     """
 
@@ -50,9 +60,11 @@ class SimulatedReplica:
         self,
         name: str,
         simulation: Simulation,
+        *,
         limits: SchedulerLimits,
         cost: StepCost,
         fidelity: Fidelity,
+        version: Version,
         on_tokens: Callable[[Sequence, int, bool], None],
     ) -> None:
         self.name = name
@@ -63,7 +75,8 @@ class SimulatedReplica:
         self.is_report_stale = False
         """Whether its load report does not change."""
         self.scheduler = Scheduler(limits)
-        self.slowdown = 1.0
+        self.generation = version.generation
+        self.slowdown = version.slowdown
         """Factor by which steps take longer."""
         self.busy_ns = 0
         self.prefill_tokens = 0
@@ -71,6 +84,7 @@ class SimulatedReplica:
         self._simulation = simulation
         self._limits = limits
         self._cost = cost
+        self._version = version
         self._is_macro = fidelity == "macro"
         self._on_tokens = on_tokens
         self._is_busy = False
@@ -111,9 +125,9 @@ class SimulatedReplica:
         self.scheduler = Scheduler(self._limits)
 
     def slow_down(self, factor: float) -> None:
-        """Let the steps from the next one on take `factor` times as long."""
+        """Let the steps from the next one on take `factor` times as long as they do in its version."""
         self._end_leap()
-        self.slowdown = factor
+        self.slowdown = factor * self._version.slowdown
 
     # --- figures ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -13,13 +14,13 @@ from argosy.policy.placement import (
     GivingWay,
     PlacementLimits,
     PlacementPool,
-    PlacementReplica,
     QueueLimits,
 )
 from argosy.policy.reconciliation import DesiredPool
 from argosy.twin.faults import FaultInjector, list_faults
 from argosy.twin.fleet import LAUNCHER, POOL, SimulatedFleet
-from argosy.twin.gateway import SimulatedGateway
+from argosy.twin.gateway import ModelPool, SimulatedGateway
+from argosy.twin.rollout import SimulatedRollout
 from argosy.twin.scenario import Fault, PoolSettings, Scenario
 from argosy.twin.simulation import NS_PER_S, START_NS, Simulation, require
 from argosy.twin.workload import SimulatedRequest, list_requests
@@ -59,6 +60,8 @@ class TwinResult(msgspec.Struct, kw_only=True):
     """Attempts and ends of requests by kind."""
     actions: dict[str, int]
     """Actions of the controller by kind."""
+    rollout: str
+    """State of the last rollout; empty if there was none."""
 
 
 def make_plan(scenario: Scenario, seed: int) -> Plan:
@@ -105,6 +108,7 @@ def run_scenario(scenario: Scenario, seed: int, plan: Plan | None = None) -> Twi
         cached_fraction=(summary.cached_tokens or 0) / max(1, summary.input_tokens),
         effects=dict(sorted(gateway.counts.items())),
         actions=dict(sorted(fleet.num_actions.items())),
+        rollout=run.rollout.state,
     )
 
 
@@ -114,6 +118,7 @@ class TwinRun:
     def __init__(self, scenario: Scenario, seed: int, plan: Plan) -> None:
         self.simulation = Simulation(seed)
         pool = scenario.pool
+        self.rollout = SimulatedRollout(self.simulation, POOL, scenario.rollout)
         self.fleet = SimulatedFleet(
             self.simulation,
             DesiredPool(
@@ -123,18 +128,13 @@ class TwinRun:
             cost=scenario.engine.cost,
             fidelity=scenario.fidelity,
             start_s=pool.start_s,
+            rollout=self.rollout,
             scaling=_build_scaling(pool),
-        )
-        placement_pool: PlacementPool[PlacementReplica] = PlacementPool(
-            "model",
-            (),
-            pool.routing_policy,
-            None if pool.hedge_after_s is None else Hedging(pool.hedge_after_s),
-            GivingWay() if pool.gives_way else None,
         )
         self.gateway = SimulatedGateway(
             self.simulation,
-            placement_pool,
+            partial(_build_pool, pool),
+            self.rollout,
             self.fleet.processes,
             requests=plan.requests,
             duration_s=scenario.duration_s,
@@ -174,6 +174,16 @@ class TwinRun:
         self._num_swept = self.simulation.num_events
         for process in self.fleet.processes.values():
             process.scheduler.check_invariants()
+
+
+def _build_pool(pool: PoolSettings) -> ModelPool:
+    return PlacementPool(
+        "model",
+        (),
+        pool.routing_policy,
+        None if pool.hedge_after_s is None else Hedging(pool.hedge_after_s),
+        GivingWay() if pool.gives_way else None,
+    )
 
 
 def _build_scaling(pool: PoolSettings) -> AutoscalerSettings | None:

@@ -5,22 +5,41 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from argosy.engine.scheduling import SchedulerLimits
 from argosy.policy import RoutingPolicyName
-from argosy.settings import SettingsDocument, dump_yaml
+from argosy.policy.rollout import RolloutPlan, RolloutStep
+from argosy.settings import SettingsDocument, convert_settings, dump_yaml, load_yaml
 from argosy.twin.linear_cost import LinearStepCost
 from argosy.twin.replica import Fidelity
 from argosy.twin.workload import Fraction, Positive, SimulatedRequest, Workload
 
 FaultKind = Literal[
-    "kill", "slow", "stale_metrics", "cut", "zone", "spot_reclaim", "bad_rollout", "clock_skew"
+    "kill",
+    "slow",
+    "stale_metrics",
+    "cut",
+    "zone",
+    "spot_reclaim",
+    "rollout",
+    "bad_rollout",
+    "clock_skew",
 ]
 Seconds = Annotated[float, Meta(ge=0, le=31_536_000)]
+
+
+DEFAULT_PLAN = RolloutPlan(
+    steps=(RolloutStep(share=0.25), RolloutStep(share=0.5)),
+    start_timeout_s=120.0,
+    min_step_s=15.0,
+    max_step_s=300.0,
+    soak_s=30.0,
+)
+"""Plan with short steps."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +99,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     duration_s: Seconds = 20.0
     factor: Positive = 5.0
     """How many times as long steps take, or by how many seconds the clock is ahead."""
+    fails_to_start: bool = False
+    """Whether the replicas of a bad version exit at their start. Otherwise its steps take longer."""
 
 
 class RandomFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +108,7 @@ class RandomFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     per_minute: Annotated[float, Meta(ge=0, le=600)] = 0.0
     kinds: tuple[FaultKind, ...] = (
-        "kill", "slow", "stale_metrics", "cut", "zone", "spot_reclaim", "bad_rollout", "clock_skew",
+        "kill", "slow", "stale_metrics", "cut", "zone", "spot_reclaim", "rollout", "bad_rollout", "clock_skew",
     )  # fmt: skip
 
 
@@ -102,6 +123,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workload: Workload = Workload()
     requests: tuple[SimulatedRequest, ...] | None = None
     """Requests, which replace those of the workload."""
+    rollout: RolloutPlan = DEFAULT_PLAN
+    """Plan of the rollouts that faults begin."""
     faults: tuple[Fault, ...] = ()
     random_faults: RandomFaults = RandomFaults()
     objectives: str = ""
@@ -111,6 +134,25 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def digest(self) -> str:
         """Digest of all settings."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+
+def change_scenario(scenario: Scenario, changes: Sequence[str]) -> Scenario:
+    """Return a scenario with some settings changed, each by `SETTING=VALUE`, such as `pool.replicas=8`.
+
+    Raises:
+        ValueError: A setting does not exist, or a value is invalid.
+    """
+    values: dict[str, Any] = msgspec.to_builtins(scenario)
+    for change in changes:
+        path, is_given, text = change.partition("=")
+        *parents, name = path.split(".")
+        target: Any = values
+        for parent in parents:
+            target = target.get(parent) if isinstance(target, dict) else None
+        if not is_given or not isinstance(target, dict):
+            raise ValueError(f"{change!r} is no change of a setting: write pool.replicas=8")
+        target[name] = load_yaml(text.encode())
+    return convert_settings(values, Scenario)
 
 
 def read_scenario(paths: Sequence[Path]) -> Scenario:

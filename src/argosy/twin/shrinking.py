@@ -25,13 +25,18 @@ def shrink(scenario: Scenario, seed: int) -> Scenario:
     (Zeller & Hildebrandt, delta debugging, 2002). A scenario that breaks none is returned with all of its requests.
     """
     plan = make_plan(scenario, seed)
-    failure = _classify(run_scenario(scenario, seed, plan).failure)
+    result = run_scenario(scenario, seed, plan)
+    failure, ended_s = _classify(result.failure), result.simulated_s
     budget = iter(range(MAX_RUNS))
 
     def fails(plan: Plan) -> bool:
         return _classify(run_scenario(scenario, seed, plan).failure) == failure
 
-    if failure:
+    if failure:  # what was to come later had no part in it
+        plan = Plan(
+            tuple(each for each in plan.requests if (each.at_s or 0.0) <= ended_s),
+            tuple(each for each in plan.faults if each.at_s <= ended_s),
+        )
         faults = _reduce(plan.faults, lambda kept: fails(plan._replace(faults=kept)), budget)
         plan = plan._replace(faults=faults)
         requests = _reduce(

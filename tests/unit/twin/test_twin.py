@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
 import subprocess
 import sys
+import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.support.usage_rows import usage_row
 from typer.testing import CliRunner
 
 import argosy.twin
 from argosy.cli.app import app
 from argosy.engine import EngineRequest
-from argosy.engine.scheduling import Scheduler, StepResult
-from argosy.policy import HealthCheck, SlidingWindow
+from argosy.engine.scheduling import BlockPool, Scheduler, StepResult
+from argosy.policy import Bill, HealthCheck, Rates, RequestEnd, SlidingWindow, compute_bill
 from argosy.policy.autoscaling import Autoscaler
 from argosy.policy.placement import PlacementCore, PlacementPool, PlacementReplica
-from argosy.policy.reconciliation import reconcile
+from argosy.policy.reconciliation import Drain, LaunchState, reconcile
+from argosy.policy.rollout import decide
+from argosy.policy.traffic import PoolRoute
 from argosy.protocol import SamplingParams
+from argosy.store import open_store
 from argosy.twin import (
     Engine,
     PoolSettings,
@@ -30,11 +37,15 @@ from argosy.twin import (
     Tenant,
     Workload,
     make_plan,
+    read_scenario,
     run_scenario,
+    shrink,
+    write_scenario,
 )
 from argosy.twin import fleet as twin_fleet
 from argosy.twin.run import TwinRun
 from argosy.twin.scenario import RandomFaults
+from argosy.twin.workload import Lengths
 
 CORE = sorted(Path(argosy.twin.__file__).parent.glob("*.py"))
 CHAOS = Scenario(
@@ -53,6 +64,21 @@ CHAOS = Scenario(
     random_faults=RandomFaults(per_minute=6.0),
 )
 ENDS = ("completed", "cancelled", "failed", "refused")
+PLANTED = Scenario(
+    duration_s=60.0,
+    pool=PoolSettings(replicas=2, start_s=5.0),
+    engine=Engine(max_seqs=4, kv_blocks=200, max_model_len=2048),
+    workload=Workload(
+        sessions_per_s=0.2,
+        clients=4,
+        prompt=Lengths(median=100, sigma=0.5),
+        output=Lengths(median=60, sigma=0.5),
+        leave_fraction=0.2,
+    ),
+    random_faults=RandomFaults(
+        per_minute=6.0, kinds=("kill", "spot_reclaim", "rollout", "bad_rollout")
+    ),
+)
 STEADY = msgspec.structs.replace(CHAOS, random_faults=RandomFaults())
 
 
@@ -86,15 +112,17 @@ def test_decisions_are_those_of_the_production_classes() -> None:
     process = next(iter(run.fleet.processes.values()))
     for decider, production in (
         (run.gateway.core, PlacementCore),
-        (run.gateway.pool, PlacementPool),
+        (run.gateway.pools[1], PlacementPool),
         (process.scheduler, Scheduler),
+        (run.rollout.route, PoolRoute),
         (run.fleet.autoscaler, Autoscaler),
         (run.gateway.limits["a"][0].meter, SlidingWindow),
     ):
         assert type(decider) is production
-    assert all(type(each) is PlacementReplica for each in run.gateway.pool.replicas.values())
+    assert all(type(each) is PlacementReplica for each in run.gateway.pools[1].replicas.values())
     assert vars(twin_fleet)["reconcile"] is reconcile
     assert vars(sys.modules["argosy.twin.prober"])["HealthCheck"] is HealthCheck
+    assert vars(sys.modules["argosy.twin.rollout"])["decide"] is decide
 
 
 def test_same_seed_gives_the_same_hash_in_another_process() -> None:
@@ -196,3 +224,100 @@ def test_command_prints_latencies_and_identity(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, ["twin", "run", str(file)])
     assert wrong.exit_code == 2
     assert "replica" in wrong.output
+
+
+def _leak_a_block(pool: BlockPool, blocks: list[int]) -> None:
+    _RELEASE(pool, blocks[1:])
+
+
+def _drain_at_once(pool: Any) -> None:  # noqa: ANN401 - a private class
+    for member in vars(pool)["_members"]:
+        if member.leaving_reason and member.replica.state is LaunchState.RUNNING:
+            replica = member.replica
+            pool.actions.append(
+                Drain(pool=replica.pool, replica=replica.name, launcher="", reason="it leaves")
+            )
+
+
+def _bill_no_cancelled_output(end: RequestEnd, rates: Rates) -> Bill:
+    return Bill() if end.status == "cancelled" else compute_bill(end, rates)
+
+
+_RELEASE = BlockPool.release
+MUTATIONS: dict[str, tuple[str, Any, str]] = {
+    "router": (
+        "argosy.policy.placement.PlacementPool.eligible_replicas",
+        lambda pool: list(pool.replicas.values()),
+        "drains and gets a request",
+    ),
+    "scheduler": (
+        "argosy.engine.scheduling.BlockPool.release",
+        _leak_a_block,
+        "references differ",
+    ),
+    "ledger": ("argosy.twin.gateway.compute_bill", _bill_no_cancelled_output, "is billed 0"),
+    "reconciliation": (
+        "argosy.policy.reconciliation.reconciler.PoolReconciler._remove_leaving",
+        _drain_at_once,
+        "is drained while a gateway routes to it",
+    ),
+    "rollout": (
+        "argosy.policy.rollout.rollout_controller.find_rollback",
+        lambda *_: None,
+        "although it is rejected",
+    ),
+}
+"""Faults planted into the production's code: which function, what instead, and the invariant that breaks."""
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_fault_is_found_and_shrunk_to_a_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, replacement, expected = MUTATIONS[name]
+    monkeypatch.setattr(target, replacement)
+    results = (run_scenario(PLANTED, seed) for seed in range(1, 20))
+    failed = next(result for result in results if result.failure)
+    assert expected in failed.failure
+    smallest = shrink(PLANTED, failed.seed)
+    assert len(smallest.requests or ()) + len(smallest.faults) < 30
+    file = tmp_path / "failure.yaml"
+    write_scenario(file, smallest, failed.failure)
+    assert expected in run_scenario(read_scenario([file]), failed.seed).failure
+    monkeypatch.undo()
+    assert not run_scenario(read_scenario([file]), failed.seed).failure
+
+
+def test_replay_runs_the_requests_of_the_ledger_again_with_other_settings(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.db'}"
+    now = time.time()
+    with closing(open_store(url)) as store:
+        store.migrate()
+        store.ledger.add_records(
+            [
+                usage_row(
+                    f"r{number}",
+                    ended_at=now - 60 + number,
+                    organisation=f"o{number % 2}",
+                    input_tokens=400,
+                    cached_tokens=300,
+                    output_tokens=50 * (number != 3),
+                )
+                for number in range(20)
+            ]
+        )
+    file = tmp_path / "scenario.yaml"
+    file.write_text("pool: {replicas: 1}\nengine: {max_seqs: 2}\n")
+    arguments = ["twin", "replay", str(file), "--store", url, "--set", "pool.replicas=4", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    before, after = json.loads(result.output)
+    for run in (before, after):
+        assert run["summary"]["completed"] == 19
+        assert run["summary"]["output_tokens"] == 950
+        assert run["cached_fraction"] > 0.5
+    assert after["summary"]["latency"]["ttft"]["p99"] < before["summary"]["latency"]["ttft"]["p99"]
+    for wrong, problem in (("pool.replica=4", "replica"), ("nothing", "pool.replicas=8")):
+        failed = CliRunner().invoke(app, [*arguments[:-2], wrong])
+        assert failed.exit_code == 2
+        assert problem in failed.output
