@@ -113,6 +113,9 @@ CASES: dict[str, EndpointCase] = {
     "get_project": EndpointCase("viewer", id_kind="project"),
     "change_project": EndpointCase("admin", id_kind="project", body=name_field),
     "archive_project": EndpointCase("admin", id_kind="project"),
+    "erase_project": EndpointCase(
+        "admin", id_kind="project", body=lambda ids: {"project": ids.project}
+    ),
     "list_users": EndpointCase("viewer", query=organisation_field),
     "create_user": EndpointCase("admin", body=user_body),
     "get_user": EndpointCase("viewer", id_kind="user"),

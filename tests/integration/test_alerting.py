@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import write_migrated_file
 from tests.support.services import find_program
@@ -152,9 +153,12 @@ async def test_failing_source_keeps_alerts_and_becomes_one_after_five_minutes() 
     evaluator.is_firing = True
     await evaluator.loop.evaluate()
     evaluator.error = OSError("no answer")
-    for _ in range(60):
-        clock.now += 10.0
-        await evaluator.loop.evaluate()
+    with capture_logs() as logs:
+        for _ in range(60):
+            clock.now += 10.0
+            await evaluator.loop.evaluate()
+
+    assert [each["event"] for each in logs].count("alert_source_failed") == 1
 
     assert [(each.name, each.is_firing) for each in evaluator.changed] == [
         ("NoReplica", True),

@@ -64,6 +64,8 @@ class AlertLoop:
         self._known_orders = AlertOrders()
         self._evaluated_at = monotonic()
         self._reported_at = [self._evaluated_at] * len(sources)
+        self._problems = [""] * len(sources)
+        """Last problem of each source; empty once it reports again."""
 
     async def run(self) -> None:
         """Evaluate and notify until cancelled."""
@@ -142,7 +144,7 @@ class AlertLoop:
         try:
             self._known_orders = await run_in_daemon_thread(self._orders.read)
         except StoreError as error:
-            log.warning("alerts_not_saved", reason=str(error))
+            self._records.report_problem(str(error))
         return self._known_orders
 
     async def _read_sources(
@@ -158,12 +160,13 @@ class AlertLoop:
         for index, result in enumerate(results):
             if not isinstance(result, BaseException):
                 conditions += result
-                self._reported_at[index] = monotonic
+                self._reported_at[index], self._problems[index] = monotonic, ""
             elif isinstance(result, Exception):
-                is_complete = False
-                log.warning(
-                    "alert_source_failed", source=_name(self._sources[index]), reason=repr(result)
-                )
+                is_complete, problem = False, repr(result)
+                if problem != self._problems[index]:
+                    source = _name(self._sources[index])
+                    log.warning("alert_source_failed", source=source, reason=problem)
+                self._problems[index] = problem
             else:
                 raise result
         conditions += [

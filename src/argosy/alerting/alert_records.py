@@ -96,6 +96,8 @@ class AlertRecords:
         self._is_saved = True
         self._saved_at = float("-inf")
         self._write_lock = asyncio.Lock()
+        self._problem = ""
+        """Last problem of the store; empty once the state was written."""
         self.state = AlertState()
         """The latest state, also if the store does not have it yet."""
 
@@ -114,7 +116,7 @@ class AlertRecords:
             read = partial(self._store.read_documents, self._fleet, DOCUMENT_NAME)
             document = (await run_in_daemon_thread(read)).get(DOCUMENT_NAME)
         except StoreError as error:
-            log.warning("alerts_not_saved", reason=str(error))
+            self.report_problem(str(error))
             return self._is_held
         if not self._is_held or (0 if document is None else document.version) != self._version:
             stored = _decode(document)
@@ -131,6 +133,12 @@ class AlertRecords:
         """Write the state. Returns False if another process took over, which has a state of its own."""
         return await self._write(self._holder, now + HOLD_S, now)
 
+    def report_problem(self, problem: str) -> None:
+        """Log a problem of the store, unless it is the last one and nothing was written since."""
+        if problem != self._problem:
+            log.warning("alerts_not_saved", reason=problem)
+        self._problem = problem
+
     async def release(self) -> None:
         """Let another process take over at once."""
         if self._store is not None and self._is_held:
@@ -138,7 +146,7 @@ class AlertRecords:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await self._write("", 0.0, self._saved_at)
             except TimeoutError:
-                log.warning("alerts_not_saved", reason="the store does not respond")
+                self.report_problem("the store does not respond")
             self._is_held = False
 
     async def _write(self, holder: str, held_until: float, now: float) -> bool:
@@ -158,11 +166,11 @@ class AlertRecords:
             try:
                 self._is_held = await run_in_daemon_thread(replace)
             except StoreError as error:
-                log.warning("alerts_not_saved", reason=str(error))
+                self.report_problem(str(error))
                 return True  # no other process can take over either
             if self._is_held:
                 self._version = document.version
-                self._is_saved, self._saved_at = True, now
+                self._is_saved, self._saved_at, self._problem = True, now, ""
             else:
                 log.info("alerts_taken_over", fleet=self._fleet)
             return self._is_held

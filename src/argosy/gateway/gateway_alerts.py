@@ -1,10 +1,33 @@
-"""Conditions of alerts that a gateway without a controller sees."""
+"""Alerts of a gateway without a controller: the conditions that it sees, and the part that evaluates them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
+from argosy.alerting import (
+    STANDALONE_FLEET,
+    AlertAdmin,
+    AlertLoop,
+    AlertRecords,
+    AlertSource,
+    BudgetAlerts,
+    IncidentKeeper,
+    MachineAlerts,
+    ObjectiveAlerts,
+    OrderBook,
+    ReceivedAlerts,
+    TrafficWatch,
+    read_alerts,
+)
+from argosy.deployment import FleetControl, GatewayConfig, ObjectiveReader
+from argosy.folders import state_folder
+from argosy.gateway.event_loop import CoroutineFactory
+from argosy.gateway.gateway_part import GatewayPart
+from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.objective_recorder import ObjectiveRecorder
 from argosy.gateway.pool import Pool, ReplicaEndpoint
 from argosy.policy import ReplicaStatus
 from argosy.policy.alerting import (
@@ -15,9 +38,69 @@ from argosy.policy.alerting import (
     describe_no_replica,
     describe_not_healed,
 )
+from argosy.policy.detection import CellMinute
+from argosy.store import Store
 
 _SERVING = frozenset({ReplicaStatus.READY, ReplicaStatus.BACKOFF, ReplicaStatus.SLEEPING})
 _LOST = frozenset({ReplicaStatus.EJECTED, ReplicaStatus.UNREACHABLE, ReplicaStatus.STARTING})
+
+
+def build_alerting(
+    config: GatewayConfig,
+    gateway_id: str,
+    store: Store | None,
+    models: ModelRouter,
+    read_new_cells: Callable[[], Awaitable[Sequence[CellMinute]]],
+    *,
+    fleet_control: FleetControl | None,
+    objective_reader: ObjectiveReader | None,
+    objectives: ObjectiveRecorder,
+) -> tuple[GatewayPart, AlertAdmin]:
+    """Return the part that evaluates alerts, which is empty if a controller does, and what operators use.
+
+    Args:
+        config: Settings of the gateway.
+        gateway_id: Id of this process.
+        store: Its store. None for none.
+        models: Its models.
+        read_new_cells: Returns the minutes of traffic since the last call.
+        fleet_control: Control of a fleet whose events belong to incidents.
+        objective_reader: Counts of objectives. None without a store.
+        objectives: The objectives.
+    """
+    fleets = None if store is None else store.fleets
+    fleet = config.fleet or STANDALONE_FLEET
+    orders = OrderBook(fleets, fleet)
+    records = AlertRecords(fleets, fleet, gateway_id)
+    part = GatewayPart()
+    if config.fleet is None:
+        tls, tasks = config.tls, list[CoroutineFactory]()
+        machine = MachineAlerts(
+            None if store is None else store.gateways,
+            state_folder(),
+            lambda: None if tls is None else Path(tls.certificate),
+        )
+        watch = TrafficWatch(read_new_cells, fleets, fleet, lambda: config.alerting)
+        sources: list[AlertSource] = [
+            GatewayAlerts(lambda: models.pools).read,
+            machine.read,
+            watch.read,
+        ]
+        if store is not None:
+            sources.append(ReceivedAlerts(store.fleets, fleet).read)
+            sources.append(BudgetAlerts(store.ledger, store.limits_and_prices).read)
+            events = None if fleet_control is None else (fleet_control.store, fleet_control.name)
+            tasks.append(IncidentKeeper(records, store, fleet, watch, events=events).run)
+        if objective_reader is not None:
+            alerts = ObjectiveAlerts(objective_reader, lambda: objectives.objectives)
+            sources.append(alerts.read)
+        tasks.append(AlertLoop(records, orders, sources, lambda: config.alerting).run)
+        part = GatewayPart(
+            tasks=tasks, read_gauges=lambda: {"firing_alerts": records.state.count_firing()}
+        )
+    if fleets is None:
+        return part, AlertAdmin(orders, lambda: records.state)
+    return part, AlertAdmin(orders, partial(read_alerts, fleets, fleet))
 
 
 class GatewayAlerts:

@@ -146,8 +146,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Version that the request is assigned to. None if the pool has no rollouts."""
     adapter: Adapter | None = None
     """Adapter that answers, with its version as the digest. None if the model itself answers."""
-    is_adapter_missing: bool = False
-    """Whether a replica could not answer because it lacks the adapter."""
+    adapter_problem: str = ""
+    """Why the last replica that lacks the adapter could not load it; empty if none has lacked it."""
     deadline: float = math.inf
     """Monotonic time at which the response ends with the tokens so far."""
     start_wait_s: float = 0.0

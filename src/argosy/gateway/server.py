@@ -18,23 +18,8 @@ import msgspec
 import structlog
 import uvloop
 
-from argosy.alerting import (
-    STANDALONE_FLEET,
-    AlertAdmin,
-    AlertLoop,
-    AlertRecords,
-    AlertSource,
-    BudgetAlerts,
-    IncidentKeeper,
-    MachineAlerts,
-    ObjectiveAlerts,
-    OrderBook,
-    ReceivedAlerts,
-    TrafficWatch,
-    read_alerts,
-)
+from argosy.alerting import AlertAdmin
 from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig, ObjectiveReader
-from argosy.folders import state_folder
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
 from argosy.gateway.adapter_rollouts import AdapterRollouts
@@ -63,7 +48,7 @@ from argosy.gateway.filters import (
     read_redis_password,
 )
 from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet_pools
-from argosy.gateway.gateway_alerts import GatewayAlerts
+from argosy.gateway.gateway_alerts import build_alerting
 from argosy.gateway.gateway_part import GatewayPart, do_nothing
 from argosy.gateway.http_route import HttpRoute
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
@@ -399,7 +384,13 @@ class GatewayServer:
         background = BackgroundResponses(
             response_state, generation.chat_completions, generation.memory
         )
-        alert_admin = self._add_alerting(store)
+        alert_part, alert_admin = build_alerting(
+            *(config, self._gateway_id, store, self._models, self._read_new_cells),
+            fleet_control=self._fleet_control,
+            objective_reader=self._objective_reader,
+            objectives=self._objectives,
+        )
+        self._parts.append(alert_part)
         app = self._build_app(generation, response_state, background, store, peers, alert_admin)
         if store is not None:
             upkeep = [response_state.maintain_forever, background.watch_forever]
@@ -423,47 +414,6 @@ class GatewayServer:
             (each.start for each in minutes), default=self._cells_read_until
         )
         return minutes
-
-    def _add_alerting(self, store: Store | None) -> AlertAdmin:
-        """Add the part that evaluates alerts, unless a controller does. Returns what operators use."""
-        fleets = None if store is None else store.fleets
-        fleet = self._config.fleet or STANDALONE_FLEET
-        orders = OrderBook(fleets, fleet)
-        records = AlertRecords(fleets, fleet, self._gateway_id)
-        if self._config.fleet is None:
-            tls = self._config.tls
-            machine = MachineAlerts(
-                None if store is None else store.gateways,
-                state_folder(),
-                lambda: None if tls is None else Path(tls.certificate),
-            )
-            watch = TrafficWatch(self._read_new_cells, fleets, fleet, lambda: self._config.alerting)
-            sources: list[AlertSource] = [
-                GatewayAlerts(lambda: self._models.pools).read,
-                machine.read,
-                watch.read,
-            ]
-            if store is not None:
-                sources.append(ReceivedAlerts(store.fleets, fleet).read)
-                sources.append(BudgetAlerts(store.ledger, store.limits_and_prices).read)
-                control = self._fleet_control
-                events = None if control is None else (control.store, control.name)
-                keeper = IncidentKeeper(records, store, fleet, watch, events=events)
-                self._parts.append(GatewayPart(tasks=[keeper.run]))
-            if self._objective_reader is not None:
-                objectives = self._objectives
-                alerts = ObjectiveAlerts(self._objective_reader, lambda: objectives.objectives)
-                sources.append(alerts.read)
-            loop = AlertLoop(records, orders, sources, lambda: self._config.alerting)
-            self._parts.append(
-                GatewayPart(
-                    tasks=[loop.run],
-                    read_gauges=lambda: {"firing_alerts": records.state.count_firing()},
-                )
-            )
-        if fleets is None:
-            return AlertAdmin(orders, lambda: records.state)
-        return AlertAdmin(orders, partial(read_alerts, fleets, fleet))
 
     def _add_quality_jobs(self, generation: CompletionHandlers) -> None:
         """Add the part that grades samples and runs golden sets, which needs a store."""

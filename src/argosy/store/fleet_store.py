@@ -19,6 +19,8 @@ IDLE_TIMEOUT_S = 2.0
 """Time between two queries after which PostgreSQL ends a transaction. A leader that is stopped inside one holds the
 lock of the fleet, without which no standby can take over."""
 
+MAX_REVISIONS = 1000
+"""Latest revisions of a fleet that are kept. A generation of a pool without one of them may get its number again."""
 MAX_INSERTED_ROWS = 500
 """Number of rows of one statement, below the limits of both databases for its parameters."""
 
@@ -169,6 +171,10 @@ class FleetStore:
                 "generations": msgspec.json.encode(revision.generations),
             }
             connection.execute(insert(schema.fleet_revisions), row)
+            too_old = _revisions.number <= revision.number - MAX_REVISIONS
+            connection.execute(
+                delete(schema.fleet_revisions).where(_revisions.fleet == fleet, too_old)
+            )
             decision = AuditedDecision(
                 actor=author, action=action, pool=pool, reason=reason, details=details
             )

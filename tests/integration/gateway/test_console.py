@@ -21,6 +21,7 @@ from tests.support.organisations import AdminGateway, Json, run_admin_gateway
 from argosy.deployment import AuthConfig, ConsoleConfig
 from argosy.gateway.admin import list_endpoints
 from argosy.lessons import LESSONS
+from argosy.store import ConsoleSessionStore, StoreError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -144,6 +145,30 @@ async def test_session_ends_with_sign_out_and_with_its_key(shared_gateway: Admin
         assert (await client.get("/admin/pools", headers=session)).status_code == 401
         for one in (lines, bearer_lines):
             assert "event: session_ended" in [line async for line in one]
+
+
+async def test_console_can_be_used_while_the_store_cannot(
+    shared_gateway: AdminGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreError("gone")
+
+    known = await session_headers(shared_gateway)
+    unknown = await session_headers(shared_gateway)
+    assert (await shared_gateway.client.get(SESSION, headers=known)).status_code == 200
+    with monkeypatch.context() as outage:
+        for name in ("find", "create", "delete"):
+            outage.setattr(ConsoleSessionStore, name, fail)
+        fresh = await session_headers(shared_gateway)
+        statuses = [
+            (await shared_gateway.client.get("/admin/replicas", headers=each)).status_code
+            for each in (known, fresh, unknown)
+        ]
+        assert statuses == [200, 200, 503]
+        response = await sign_in(shared_gateway, "sk-argosy-wrong")
+        assert response.status_code == 401
+    response = await shared_gateway.client.get("/admin/replicas", headers=fresh)
+    assert response.json()["error"]["code"] == "session_ended"
 
 
 async def test_flood_of_a_browser_leaves_requests_for_models_as_they_are(

@@ -46,6 +46,7 @@ BOUNDED_BY_NUMBER = {
     "quality_samples": "the latest of each project, for 30 days",
     "retention": "one row for each project and kind",
     "fleet_leases": "one row for each fleet",
+    "fleet_revisions": "the last 1,000 of a fleet",
     "fleet_records": "rows of replicas that exist",
     "fleet_documents": "one row for each kind of document",
 }
@@ -53,7 +54,6 @@ KEPT = {
     "audit": "the hash chain has no gaps",
     "usage_days": "sums of the ledger",
     "hardware_days": "sums of the cost of hardware",
-    "fleet_revisions": "every declaration that was applied",
     **dict.fromkeys(
         (
             *("organisations", "projects", "users", "keys", "limits", "prices", "flags"),

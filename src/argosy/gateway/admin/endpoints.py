@@ -31,6 +31,7 @@ from argosy.store import (
     Adapters,
     AuditLog,
     ChangeCheck,
+    Erasure,
     Flags,
     FleetStore,
     HardwareCosts,
@@ -222,6 +223,11 @@ class AdminScope:
     def prompts(self) -> Prompts:
         """The store's registry of prompts."""
         return self._store.prompts.for_organisation(self.organisation_id, self.check)
+
+    @property
+    def erasure(self) -> Erasure:
+        """The erasure of projects. The caller may change those that it is given."""
+        return self._store.erasure
 
     @property
     def quality(self) -> Quality:

@@ -598,6 +598,13 @@ class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quality: QualityConsent | UnsetType = UNSET
 
 
+class ProjectErasure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Confirmation of an erasure, which cannot be undone."""
+
+    project: str
+    """Id of the project once more."""
+
+
 class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A user to create."""
 

@@ -11,7 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.endpoints import (
+    EXPORT_TIME_LIMIT_S,
+    AdminEndpoints,
+    AdminRequest,
+    AdminScope,
+)
 from argosy.gateway.admin.schemas import (
     KeyRotation,
     KeyView,
@@ -25,6 +30,7 @@ from argosy.gateway.admin.schemas import (
     Page,
     PageQuery,
     ProjectChange,
+    ProjectErasure,
     ProjectFilter,
     ProjectView,
     UserChange,
@@ -33,7 +39,7 @@ from argosy.gateway.admin.schemas import (
     to_page,
     to_view,
 )
-from argosy.store import Key, Project
+from argosy.store import ErasedProject, Key, Project
 
 endpoints = AdminEndpoints()
 
@@ -121,6 +127,24 @@ def archive_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """Archive a project, after which its keys are rejected."""
     archived = scope.accounts.archive_project(request.resource_id, actor=request.actor)
     return _view_projects(scope, [archived])[0]
+
+
+@endpoints.register(
+    "POST",
+    PROJECTS + "/{id}/erase",
+    "admin",
+    body_type=ProjectErasure,
+    query_time_limit_s=EXPORT_TIME_LIMIT_S,
+)
+def erase_project(scope: AdminScope, request: AdminRequest) -> ErasedProject:
+    """Archive a project and erase what the store has of it, except sums of the ledger and the audit log."""
+    project = scope.accounts.get_project(request.resource_id)
+    if request.body.project != project.id:
+        raise ValueError(
+            "project: repeat the id of the path to confirm that it is erased for ever."
+        )
+    scope.accounts.archive_project(project.id, actor=request.actor)  # checks whose keys end
+    return scope.erasure.erase_project(project, actor=request.actor)
 
 
 def _view_projects(scope: AdminScope, projects: Sequence[Project]) -> list[ProjectView]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections import OrderedDict
 from functools import partial
 
 import msgspec
@@ -26,9 +28,16 @@ SIGN_IN_WINDOW_S = 60.0
 MAX_CONCURRENT_LOOKUPS = 2
 """Sessions that are looked up in the store at a time, so that a flood of requests leaves connections to others."""
 
+MAX_KNOWN_SESSIONS = 1000
+"""Sessions that a gateway remembers for the time in which the store cannot be used."""
+UNSTORED_LIFETIME_S = 3600.0
+"""Lifetime of a session that the store could not take."""
+
 
 class ConsoleSessions:
     """Authenticates requests to the console and the admin API. Use it from one event loop.
+
+    While the store cannot be used, the sessions that this gateway has seen last go on, and new ones are in its memory.
 
     Args:
         store: Sessions, or None without a store, when no key exists and sign-in fails.
@@ -44,6 +53,8 @@ class ConsoleSessions:
         self._guard = guard
         self._failures = AuthFailureLimiter(MAX_SIGN_IN_FAILURES, SIGN_IN_WINDOW_S)
         self._lookup_slots = asyncio.Semaphore(MAX_CONCURRENT_LOOKUPS)
+        self._known: OrderedDict[bytes, ConsoleSession] = OrderedDict()
+        """Sessions by the digests of their ids, the one that was used last at the end."""
 
     async def authenticate(self, exchange: HttpExchange) -> Principal:
         """Return the principal of a request: of its key or token, else of its session, else of a keyless local client.
@@ -72,23 +83,31 @@ class ConsoleSessions:
             is_use: Whether this counts as use of the session, so that it does not end as idle.
 
         Raises:
-            ApiError: 503 if the store cannot be read.
+            ApiError: 503 if the store cannot be read, and this gateway does not know the session.
         """
         session_id = self._read_session_id(exchange)
         if not session_id or self._store is None or has_credential(exchange.headers):
             return None
         find = partial(self._store.find, session_id, is_use=is_use)
+        digest = hash_key(session_id)
         try:
             async with self._lookup_slots:
-                return await run_in_daemon_thread(find)
+                session = await run_in_daemon_thread(find)
         except StoreError as error:
-            raise _store_unavailable(error) from error
+            session = self._known.get(digest)
+            if session is None or session.expires_at <= time.time():
+                raise _store_unavailable(error) from error
+            return session
+        self._known.pop(digest, None)
+        if session is not None:
+            self._remember(session)
+        return session
 
     async def open_for_claims(self, exchange: HttpExchange, claims: TokenClaims) -> None:
         """Open a session for the bearer of a verified token, and set its cookie on the response.
 
         Raises:
-            ApiError: 401 or 403 if the bearer is not accepted. 503 if the store cannot be written.
+            ApiError: 401 or 403 if the bearer is not accepted.
         """
         self._guard.check_sign_in(exchange)
         self._authenticator.authenticate_claims(claims, exchange)
@@ -104,13 +123,28 @@ class ConsoleSessions:
         """Open a session in the place of the browser's present one, so that no earlier id becomes valid for it."""
         if self._store is None:
             raise ApiError(404, "no_store", "Sessions need a store. Add 'store' to the settings.")
-        await self._end_current(exchange)
         create = partial(self._store.create, key_digest=key_digest, claims=claims)
         try:
+            await self._end_current(exchange)
             session_id = await run_in_daemon_thread(create)
         except StoreError as error:
-            raise _store_unavailable(error) from error
+            log.warning("console_session_unstored", reason=str(error))
+            session_id, now = secrets.token_urlsafe(32), time.time()
+            session = ConsoleSession(
+                digest=hash_key(session_id),
+                key_digest=key_digest,
+                claims=claims,
+                created_at=now,
+                last_used_at=now,
+                expires_at=now + UNSTORED_LIFETIME_S,
+            )
+            self._remember(session)
         self._set_cookie(exchange, session_id)
+
+    def _remember(self, session: ConsoleSession) -> None:
+        self._known[session.digest] = session
+        if len(self._known) > MAX_KNOWN_SESSIONS:
+            self._known.popitem(last=False)
 
     def resolve(self, session: ConsoleSession | None, exchange: HttpExchange) -> Principal | None:
         """Return the present principal of a request: of its session, else of its key or of a keyless local client.
@@ -137,8 +171,7 @@ class ConsoleSessions:
         """Open a session for an API key, and set its cookie on the response.
 
         Raises:
-            ApiError: 401 for a key that is not accepted, whatever the reason. 429 after too many wrong keys. 503 if
-                the store cannot be written.
+            ApiError: 401 for a key that is not accepted, whatever the reason. 429 after too many wrong keys.
         """
         self._guard.check_sign_in(exchange)
         address, now = self._authenticator.client_address(exchange), time.monotonic()
@@ -163,16 +196,17 @@ class ConsoleSessions:
 
     async def sign_out(self, exchange: HttpExchange) -> None:
         """End the session of the request and remove its cookie."""
-        await self._end_current(exchange)
+        try:
+            await self._end_current(exchange)
+        except StoreError as error:
+            raise _store_unavailable(error) from error
         self._set_cookie(exchange, "")
 
     async def _end_current(self, exchange: HttpExchange) -> None:
         session_id = self._read_session_id(exchange)
+        self._known.pop(hash_key(session_id), None)
         if session_id and self._store is not None:
-            try:
-                await run_in_daemon_thread(self._store.delete, session_id)
-            except StoreError as error:
-                raise _store_unavailable(error) from error
+            await run_in_daemon_thread(self._store.delete, session_id)
 
     def _read_session_id(self, exchange: HttpExchange) -> str:
         """Return the session id that the browser sent, or an empty string."""

@@ -14,6 +14,8 @@ RETRY_AFTER_S = 1.0
 NO_REPLICA_RETRY_AFTER_S = 10.0
 """Retry-After when no replica is available and none is expected to recover."""
 
+MAX_PROBLEM_CHARS = 300
+"""Length of a server's reason in an error."""
 MAX_START_RETRY_AFTER_S = 55.0
 """Longest Retry-After for a model that starts. All versions of the SDKs respect it, some none above 60 s."""
 MAX_RETRIED_START_S = 3 * MAX_START_RETRY_AFTER_S
@@ -48,8 +50,9 @@ def build_refusal_error(
             )
             message = f"The response is too large: {detail}. {remedy}."
             return ApiError(413, REQUEST_TOO_LARGE, message)
-        case RefusalReason.INTERRUPTED | RefusalReason.NO_REPLICA if context.is_adapter_missing:
-            message = f"No replica could load the adapter {context.model!r}. Its operator finds the reason in the logs."
+        case RefusalReason.INTERRUPTED | RefusalReason.NO_REPLICA if context.adapter_problem:
+            problem = context.adapter_problem[:MAX_PROBLEM_CHARS].rstrip(".")
+            message = f"No replica could load the adapter {context.model!r}: {problem}."
             return ApiError(
                 503, "adapter_load_failed", message, retry_after_s=NO_REPLICA_RETRY_AFTER_S
             )

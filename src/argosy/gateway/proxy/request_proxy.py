@@ -486,7 +486,7 @@ class RequestProxy:
             return True
         if isinstance(error, UnsuitableReplicaError):
             if isinstance(error, AdapterUnavailableError):
-                context.is_adapter_missing = True
+                context.adapter_problem = str(error) or "it gives no reason"
             self._report_end(call, error)
             return False
         relay.detach()

@@ -38,7 +38,7 @@ def build_outcome(
         The outcome. None if the version has not processed the request: it was never sent there, or was sent elsewhere
         because the replicas were full or drained.
     """
-    if context.is_adapter_missing and context.status == "failed":
+    if context.adapter_problem and context.status == "failed":
         return RequestOutcome(arm=arm, key=key, status=OutcomeStatus.FAILED, age_s=0.0)
     own: list[AttemptRecord] = []
     others: list[AttemptRecord] = []

@@ -83,6 +83,8 @@ INHIBITIONS = (
     Inhibition({"alertname": "NoReplica"}, {"alertname": "!NoReplica"}, ("model",)),
     Inhibition({"severity": "page"}, {"severity": "ticket"}, ("alertname", "model")),
     Inhibition({"severity": "page"}, {"severity": "ticket"}, ("objective",)),
+    Inhibition({"severity": "page"}, {"severity": "ticket"}, ("alertname", "folder")),
+    Inhibition({"alertname": "StoreUnreachable"}, {"alertname": "AlertSourceFailing"}, ()),
     Inhibition({"alertname": "ObjectiveOutage"}, {"alertname": "!ObjectiveOutage"}, ("objective",)),
 )
 

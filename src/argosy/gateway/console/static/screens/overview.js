@@ -1,6 +1,6 @@
 // Overview: what needs attention, six numbers, the time to first token, the load, and the replicas that differ.
 import { html, useEffect } from "../vendor.js";
-import { query, useResource } from "../core/api.js";
+import { may, query, useResource } from "../core/api.js";
 import { count, duration, money, percent, plural, significant, visible } from "../core/format.js";
 import { replicaChanges, samples, tick } from "../core/live.js";
 import { link } from "../core/router.js";
@@ -21,12 +21,13 @@ export default function Overview() {
   const pools = useResource("admin/pools", 5000);
   const fleet = useResource("admin/fleet", 5000);
   useEffect(() => { if (changes) { replicas.reload(); fleet.reload(); } }, [changes]);
+  const alerts = useResource(may("viewer", "gateway") ? "admin/alerts" : null, 5000);
   const cost = useResource(query("admin/usage", { since: startOfDay() }), 10000);
   const minute = useResource("minute", 5000, () => query("admin/usage", { since: Math.floor(Date.now() / 1000) - 60 }));
   const recent = useResource("admin/requests?limit=200", 10000);
   const series = useSeries("fleet", METRICS);
   return html`
-    <${Attention} replicas=${replicas} pools=${pools} fleet=${fleet} />
+    <${Attention} replicas=${replicas} pools=${pools} fleet=${fleet} alerts=${alerts} />
     <${RunningRollouts} fleet=${fleet.data} />
     <${TimeRange} />
     <${Numbers} series=${series} replicas=${replicas} cost=${cost} minute=${minute} recent=${recent} />
@@ -52,7 +53,7 @@ function findDifferent(replicas) {
   });
 }
 
-function Attention({ replicas, pools, fleet }) {
+function Attention({ replicas, pools, fleet, alerts }) {
   const items = findFleetItems(fleet.data);
   const add = (...item) => items.push(attentionItem(...item));
   const known = new Set((fleet.data?.problems ?? []).map(({ replica }) => replica));
@@ -78,11 +79,15 @@ function Attention({ replicas, pools, fleet }) {
       add("ticket", html`<b>${visible(replica.replica)}</b> has ${replica.waiting} waiting requests for ${replica.slots} slots.`, link("requests", [], { model: replica.model }), "See the requests");
     }
   }
+  for (const { name, severity, state, labels, summary } of alerts.data?.alerts ?? []) {
+    const isShown = labels.replica || name === "StoreUnreachable"; // above, with its cause
+    if (state === "firing" && !isShown) add(severity, html`${visible(summary)}.`, link("alerts"), "Open the alerts");
+  }
   items.sort((first, second) => first.rank - second.rank); // stable, so causes stay before symptoms
   return html`<${Card} title="Needs attention" note=${items.length ? plural(items.length, "item") : ""}>
     <${Resource} of=${replicas} height=${28}>${() => (items.length ? html`<ul class="att">${items.slice(0, 6).map((item) => html`
       <li><${Pill} kind=${item.kind}>${item.word}<//><span>${item.text}</span><a href=${item.href}>${item.action}</a></li>`)}</ul>`
-      : html`<p class="empty"><${Pill} kind="ok">Nothing<//> All replicas answer, and the store is up to date.</p>`)}<//><//>`;
+      : html`<p class="empty"><${Pill} kind="ok">Nothing<//> All replicas answer, the store is up to date, and no alert fires.</p>`)}<//><//>`;
 }
 
 const rate = (value) => (value > 0 && value < 1 ? significant(value, 2) : count(value));
