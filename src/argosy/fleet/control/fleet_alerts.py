@@ -18,6 +18,7 @@ from argosy.policy.alerting import (
     describe_not_healed,
 )
 from argosy.policy.reconciliation import SERVING_PHASES, Problem, ProblemKind, ReplicaPhase
+from argosy.policy.rollout import RolloutRecord
 from argosy.process import run_in_daemon_thread
 from argosy.store import StoreError
 
@@ -67,8 +68,13 @@ class FleetAlerts:
             ]
         else:
             models = {pool.name: pool.model for pool in declared.config.pools}
+            current = {
+                pool.pool: pool.rollout.rollouts.current
+                for pool in status.pools
+                if pool.rollout is not None
+            }
             self._rollouts = [
-                _judge_rollout(each, models.get(each.pool, ""))
+                _judge_rollout(each, models.get(each.pool, ""), current.get(each.pool))
                 for each in status.problems
                 if each.kind in _ROLLOUT_ALERTS
             ]
@@ -124,11 +130,13 @@ class FleetAlerts:
         )
 
 
-def _judge_rollout(problem: Problem, model: str) -> AlertCondition:
+def _judge_rollout(problem: Problem, model: str, rollout: RolloutRecord | None) -> AlertCondition:
+    """Return the condition of a rollout. Each rollout is an alert of its own."""
     name, summary = _ROLLOUT_ALERTS[problem.kind]
+    number = "" if rollout is None else rollout.id
     return AlertCondition(
         name=name,
-        labels={"model": model, "pool": problem.pool},
+        labels={"model": model, "pool": problem.pool, "rollout": number},
         severity="ticket",
         is_firing=True,
         summary=summary.format(problem.pool),

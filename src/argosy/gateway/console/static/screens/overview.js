@@ -80,7 +80,7 @@ function Attention({ replicas, pools, fleet, alerts }) {
     }
   }
   for (const { name, severity, state, labels, summary } of alerts.data?.alerts ?? []) {
-    const isShown = labels.replica || name === "StoreUnreachable"; // above, with its cause
+    const isShown = labels.pool || labels.replica || name === "StoreUnreachable"; // above, with its cause
     if (state === "firing" && !isShown) add(severity, html`${visible(summary)}.`, link("alerts"), "Open the alerts");
   }
   items.sort((first, second) => first.rank - second.rank); // stable, so causes stay before symptoms
