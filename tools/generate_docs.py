@@ -45,6 +45,7 @@ from argosy.engine.serving.output_parsing import FORMATS
 from argosy.policy import ReplicaStatus
 from argosy.protocol import ERROR_CODES
 from argosy.telemetry import (
+    BACKUP_GAUGES,
     CoreStats,
     GatewayGauges,
     GatewayMetrics,
@@ -234,6 +235,7 @@ def metrics() -> str:
         firing_alerts={("", ""): 1},
         queue_depths={"model": 0},
         replicas=[replica],
+        backups=dict.fromkeys(BACKUP_GAUGES, 0.0),
         store_up=True,
         quota_backend=quota,
     )

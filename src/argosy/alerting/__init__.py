@@ -25,6 +25,7 @@ from argosy.alerting.alert_records import (
     TestResult,
     read_alerts,
 )
+from argosy.alerting.backup_alerts import BackupAlerts, judge_backups
 from argosy.alerting.budget_alerts import BudgetAlerts
 from argosy.alerting.incident_keeper import IncidentKeeper
 from argosy.alerting.incident_records import IncidentRecords

@@ -16,7 +16,7 @@ from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.quantities import format_dollars, format_size, format_timestamp
 
 if TYPE_CHECKING:
-    from argosy.backup import BackupManifest
+    from argosy.backup import BackupManifest, BackupTarget, CheckedBackup
 
 app = typer.Typer(
     help="Backups of store and series, as sets that are checked and restored as a whole.",
@@ -68,7 +68,13 @@ def create(
     json: JsonOutput = False,
 ) -> None:
     """Back up the store, the series of this machine's gateways and the versions of models, while all run on."""
-    from argosy.backup import BackupTarget, create_backup, delete_old_backups, read_cipher
+    from argosy.backup import (
+        BackupTarget,
+        change_status,
+        create_backup,
+        delete_old_backups,
+        read_cipher,
+    )
 
     os.umask(0o077)
     with open_existing_store(store) as opened_store:
@@ -79,6 +85,8 @@ def create(
             series_folder=_series_folder(),
             cipher=read_cipher(key_file),
         )
+        created_at = manifest.created_at
+        change_status(opened_store.fleets, lambda status: status.with_backup(created_at))
         deleted = [] if keep is None else delete_old_backups(opened_target, keep)
     if json:
         print_json(manifest, id=backup_id)
@@ -143,33 +151,64 @@ def verify(
     json: JsonOutput = False,
 ) -> None:
     """Restore a backup into a scratch folder, and compare every byte, the audit log and the ledger."""
-    from argosy.backup import BackupTarget, answer_prompt, check_backup, read_cipher
+    from argosy.backup import BackupTarget
 
-    started_at = time.monotonic()
     try:
         opened_target = BackupTarget(target)
         backup_id = opened_target.find_id(backup)
-        with tempfile.TemporaryDirectory(prefix="argosy-verify-") as scratch:
-            checked = check_backup(opened_target, backup_id, Path(scratch), read_cipher(key_file))
-            if prompt is not None and not checked.problems:
-                given = answer_prompt(checked.store_url, prompt, model)
-                if answer not in {None, given}:
-                    checked.problems.append(f"The answer to the prompt is {given!r}.")
-                elif not json:
-                    typer.echo(f"The restored gateway answers {given!r}.")
+        checked, duration_s = _check(opened_target, backup_id, prompt, answer, model, key_file)
     except ValueError as error:
         fail(str(error), EXIT_FAILURE)
-    duration_s = time.monotonic() - started_at
     if json:
-        result = {"id": backup_id, "problems": checked.problems, "duration_s": duration_s}
-        print_json(result)
-    for problem in checked.problems:
-        typer.secho(f"argosy: {problem}", err=True, fg=typer.colors.RED)
+        print_json({"id": backup_id, "problems": checked.problems, "duration_s": duration_s})
     if checked.problems:
-        raise typer.Exit(EXIT_FAILURE)
+        fail(" ".join(checked.problems), EXIT_FAILURE)
     if not json:
         typer.echo(
             f"{backup_id} is whole: {_describe(checked.manifest)}, checked in {duration_s:.1f} s."
+        )
+
+
+@app.command()
+def drill(
+    target: TargetUrl,
+    *,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    model: PromptModel = None,
+    key_file: KeyFile = None,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Verify the newest backup, and record in the store whether it passed, for metrics and alerts."""
+    from argosy.backup import BackupTarget, DrillResult, change_status
+
+    with open_existing_store(store) as opened_store:
+        started_at, backup_id, created_at, problem = time.time(), "", time.time(), ""
+        try:
+            opened_target = BackupTarget(target)
+            backup_id = opened_target.find_id(None)
+            created_at = opened_target.read_manifest(backup_id).created_at
+            checked, _ = _check(opened_target, backup_id, prompt, answer, model, key_file)
+            problem = " ".join(checked.problems)
+        except ValueError as error:
+            problem = str(error)
+        result = DrillResult(
+            at=time.time(),
+            backup_id=backup_id,
+            problem=problem,
+            restore_s=time.time() - started_at,
+            backup_age_s=started_at - created_at,
+        )
+        change_status(opened_store.fleets, lambda status: status.with_drill(result))
+    if json:
+        print_json(result)
+    if problem:
+        fail(problem, EXIT_FAILURE)
+    if not json:
+        typer.echo(
+            f"{backup_id} was restored and checked in {result.restore_s:.1f} s. A loss of the store would have cost the"
+            f" last {result.backup_age_s:.0f} s."
         )
 
 
@@ -225,6 +264,28 @@ def restore(
         f"{restored.backup_id} of {format_timestamp(restored.manifest.created_at, 'seconds')} is restored in"
         f" {restored.duration_s:.1f} s: {restored.rows:,} rows, {_describe(restored.manifest)}."
     )
+
+
+def _check(
+    target: BackupTarget,
+    backup_id: str,
+    prompt: str | None,
+    answer: str | None,
+    model: str | None,
+    key_file: Path | None,
+) -> tuple[CheckedBackup, float]:
+    """Check a backup in a scratch folder, also by a prompt if one is given. Returns also how long it took in s."""
+    from argosy.backup import answer_prompt, check_backup, read_cipher
+
+    started_at = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="argosy-verify-") as scratch:
+        checked = check_backup(target, backup_id, Path(scratch), read_cipher(key_file))
+        if prompt is not None and not checked.problems:
+            given = answer_prompt(checked.store_url, prompt, model)
+            typer.echo(f"The restored gateway answers {given!r}.", err=True)
+            if answer not in {None, given}:
+                checked.problems.append(f"The answer to the prompt is {given!r}.")
+    return checked, time.monotonic() - started_at
 
 
 def _series_folder() -> Path:

@@ -122,6 +122,7 @@ from argosy.deployment.settings.alerting_config import (
     ReceiverConfig,
 )
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig, JwtConfig, OidcConfig
+from argosy.deployment.settings.backup_config import BackupConfig
 from argosy.deployment.settings.content_config import (
     ContentMatchers,
     ContentRule,

@@ -13,6 +13,7 @@ from argosy.alerting import (
     AlertLoop,
     AlertRecords,
     AlertSource,
+    BackupAlerts,
     BudgetAlerts,
     IncidentKeeper,
     MachineAlerts,
@@ -88,6 +89,7 @@ def build_alerting(
         ]
         if store is not None:
             sources.append(ReceivedAlerts(store.fleets, fleet).read)
+            sources.append(BackupAlerts(store.fleets).read)
             sources.append(BudgetAlerts(store.ledger, store.limits_and_prices).read)
             events = None if fleet_control is None else (fleet_control.store, fleet_control.name)
             tasks.append(IncidentKeeper(records, store, fleet, watch, events=events).run)

@@ -26,6 +26,7 @@ from argosy.gateway.adapter_rollouts import AdapterRollouts
 from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
+from argosy.gateway.backup_scheduler import BackupScheduler
 from argosy.gateway.cache_admin import CacheAdmin
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
 from argosy.gateway.console import (
@@ -99,6 +100,7 @@ from argosy.store import (
     StoreConfig,
     create_idempotency_store,
     create_quota_backend,
+    default_store_url,
 )
 from argosy.telemetry import GatewayGauges, GatewayMetrics, configure_logging
 
@@ -392,7 +394,14 @@ class GatewayServer:
         )
         self._parts.append(alert_part)
         app = self._build_app(generation, response_state, background, store, peers, alert_admin)
-        if store is not None:
+        if store is not None and config.store is not None:
+            backups = BackupScheduler(
+                store.fleets,
+                config.store.url or default_store_url(),
+                config.backup,
+                self._gateway_id,
+            )
+            self._parts.append(GatewayPart(tasks=[backups.run], read_gauges=backups.read_gauges))
             upkeep = [response_state.maintain_forever, background.watch_forever]
             self._parts.append(GatewayPart(tasks=upkeep, read_gauges=response_state.read_gauges))
         await self._registry.start()

@@ -9,6 +9,7 @@ metric names. Logging is set up once with `configure_logging`, and `bind_request
 
 from argosy.telemetry.core_stats import CoreStats
 from argosy.telemetry.gateway_metrics import (
+    BACKUP_GAUGES,
     GatewayGauges,
     GatewayMetrics,
     QuotaBackendGauges,

@@ -34,6 +34,13 @@ MAX_VERSION_LABELS = 1000
 OTHER_LABEL = "other"
 NANODOLLARS_PER_DOLLAR = 10**9
 QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+BACKUP_GAUGES = {
+    "backup_age_seconds": "Age of the newest backup of the store.",
+    "backup_drill_passed": "Whether the last drill restored a backup without a problem.",
+    "backup_drill_age_seconds": "Time since the last drill.",
+    "backup_drill_restore_seconds": "Time that the last drill took to restore and check a backup.",
+    "backup_drill_loss_seconds": "Age of the newest backup at the last drill: the loss without the store.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,8 @@ class GatewayGauges:
     """Usage records that are only in memory because the disk is full, and would be lost with the gateway."""
     stored_bytes: Mapping[str, int] = field(default_factory=dict)
     """Stored bytes of responses and conversations by tenant."""
+    backups: Mapping[str, float] = field(default_factory=dict)
+    """Figures of backups by the names in `BACKUP_GAUGES`; empty without a backup or a store."""
     store_up: bool | None = None
     """Whether the account snapshot is current; None without a store."""
     quota_backend: QuotaBackendGauges | None = None
@@ -454,6 +463,9 @@ class GatewayMetrics(Collector):
             "1 while the store is readable, 0 while the gateway uses the last account snapshot.",
             {(): gauges.store_up},
         )
+
+        for name, value in gauges.backups.items():
+            yield gauge_family(f"argosy_{name}", BACKUP_GAUGES[name], {(): value})
 
     def _sum_by_tenant(self, values: Mapping[str, int]) -> dict[tuple[str, ...], int]:
         summed: defaultdict[tuple[str, ...], int] = defaultdict(int)

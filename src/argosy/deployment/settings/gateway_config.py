@@ -13,6 +13,7 @@ from msgspec import Meta
 from argosy.deployment.settings.adapter_config import AdapterConfig, resolve_adapters
 from argosy.deployment.settings.alerting_config import AlertingConfig, find_alerting_problems
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
+from argosy.deployment.settings.backup_config import BackupConfig
 from argosy.deployment.settings.content_config import (
     ContentRule,
     compile_content_rule,
@@ -332,6 +333,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Alerts, and who is notified of them. A gateway of a `fleet` leaves them to the controller."""
     quality: ByOperator[QualityConfig] = QualityConfig()
     """Samples of answers, and scheduled runs of golden sets."""
+    backup: ByCommandLine[BackupConfig | None] = None
+    """Backups of the store, and drills that restore them, by one of its gateways. None makes none."""
     series: ByCommandLine[SeriesConfig] = SeriesConfig()
     """Time series of requests, tokens, latencies, replicas, tenants and cost."""
     max_failed_attempts: ByOperator[Annotated[int, Meta(ge=1, le=10)]] = 4
@@ -466,6 +469,8 @@ def find_contradictions(
             "limits.redis shares the limits of accounts, which need a store. Add `store`, or remove limits.redis.",
             ("limits", "redis"),
         )
+    if config.backup is not None and not has_accounts:
+        yield SettingError("backup needs a store. Add `store`, or remove backup.", ("backup",))
     yield from _find_console_problems(config)
     yield from find_alerting_problems(config.alerting)
     yield from find_objective_problems(config.objectives)

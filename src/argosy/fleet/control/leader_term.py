@@ -15,6 +15,7 @@ import structlog
 from argosy.alerting import (
     AlertLoop,
     AlertRecords,
+    BackupAlerts,
     BudgetAlerts,
     IncidentKeeper,
     MachineAlerts,
@@ -372,6 +373,7 @@ class LeaderTerm:
             FleetAlerts(self._journal, lambda: self._declared).read,
             MachineAlerts(store.gateways, self._context.folder, self._find_certificate).read,
             watch.read,
+            BackupAlerts(fleets).read,
             BudgetAlerts(store.ledger, store.limits_and_prices).read,
             objectives.read,
             ReceivedAlerts(fleets, fleet).read,
