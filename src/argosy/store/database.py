@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -484,7 +485,12 @@ def _create_sqlite_engine(url: URL) -> Engine:
     path = Path(url.database or "")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        if not path.is_file():
+            # Closing a file that exists would drop the locks that this process has of it (fcntl(2)). Another process
+            # could then delete the write-ahead log.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        elif not os.access(path, os.R_OK | os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise StoreError(
             f"The database {path} cannot be opened ({error.strerror}). Give a path that this user can write to."

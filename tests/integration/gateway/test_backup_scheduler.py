@@ -7,13 +7,14 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from tests.support.gateway_client import run_gateway_server
 from tests.support.migrated_store import open_migrated_store
 from tests.support.waiting import until
 
 from argosy.alerting import judge_backups
 from argosy.backup import BackupCommand, BackupStatus, BackupTarget, DrillResult, read_status
-from argosy.deployment import BackupConfig
-from argosy.gateway.backup_scheduler import BackupScheduler
+from argosy.deployment import BackupConfig, GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.store import StoreConfig
 
 NOW = 1_790_000_000.0
 DAY_S = 86_400.0
@@ -74,17 +75,22 @@ async def test_two_gateways_make_one_backup_and_one_drill(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
-    monkeypatch.setattr("argosy.gateway.backup_scheduler.POLL_INTERVAL_S", 0.2)
     url = f"sqlite:///{tmp_path}/argosy.db"
-    config = BackupConfig(target=str(tmp_path / "backups"), prompt=None)
+    config = GatewayConfig(
+        port=0,
+        models=[ModelConfig(name="m", replicas=[ReplicaConfig(url="http://127.0.0.1:1")])],
+        store=StoreConfig(url=url),
+        backup=BackupConfig(target=str(tmp_path / "backups"), prompt=None),
+    )
     with contextlib.closing(open_migrated_store(url)) as store:
-        gateways = [BackupScheduler(store.fleets, url, config, name) for name in ("a", "b")]
-        tasks = [asyncio.create_task(each.run()) for each in gateways]
-        async with asyncio.timeout(240):
+        async with (
+            asyncio.timeout(240),
+            run_gateway_server(config) as (_, first),
+            run_gateway_server(config) as (_, second),
+        ):
             await until(lambda: has_drilled(read_status(store.fleets)), 0.1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            figures = [(await each.get("/metrics")).text for each in (first, second)]
         (drill,) = read_status(store.fleets).drills
-    assert BackupTarget(config.target).list_ids() == [drill.backup_id]
+    assert BackupTarget(str(tmp_path / "backups")).list_ids() == [drill.backup_id]
     assert (drill.problem, drill.restore_s > 0, drill.backup_age_s > 0) == ("", True, True)
+    assert any("argosy_backup_drill_passed 1.0" in each for each in figures)
