@@ -40,5 +40,6 @@ from argosy.bench.result import (
     write_file,
 )
 from argosy.bench.runner import ProgressListener, run_benchmark
+from argosy.bench.svg import PlotSeries, render_plot
 from argosy.bench.target import BenchTarget
 from argosy.bench.workload import LoadSpec, Workload, build_plan

@@ -17,6 +17,7 @@ from argosy.cli import (
     bench,
     build_native,
     cache,
+    capacity,
     chat,
     controller,
     doctor,
@@ -136,6 +137,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "routing": routing.app,
         "bench": bench.app,
         "twin": twin.app,
+        "capacity": capacity.app,
     },
 }
 """Commands by their group in the help."""

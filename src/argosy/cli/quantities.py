@@ -39,6 +39,18 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.3g} TiB"
 
 
+_COUNT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([kmb]?)\s*")
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def parse_count(text: str) -> float:
+    """Return the number: `10M` is 10,000,000, and `1.5K` is 1,500."""
+    match = _COUNT.fullmatch(text.lower().replace(",", ""))
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number; write it like 100K or 2.5M")
+    return float(match[1]) * _COUNT_UNITS[match[2]]
+
+
 def format_count(count: float) -> str:
     """Format a number with a decimal unit and three digits: `8.13 M`."""
     for unit in ("", " K", " M", " B"):

@@ -3,7 +3,8 @@
 A `Scenario` and a seed determine the requests and the faults of a run (`make_plan`). `run_scenario` drives them through
 a `SimulatedGateway`, a `SimulatedFleet` and its replicas. These perform effects by events of a `Simulation`, while all
 decisions are those of `argosy.policy` and of the engine's `Scheduler`. Each step has the price of a `StepCost`. The
-result has the measurements of a benchmark, and a hash of all that happened.
+result has the measurements of a benchmark, and a hash of all that happened. The package `hardware` prices the steps of
+a replica on an accelerator, and `capacity` finds out how many of them a load needs.
 """
 
 from argosy.twin.ledger_replay import convert_records
