@@ -26,6 +26,7 @@ from argosy.twin.hardware import (
     OfferedRequest,
     Precision,
     ReplicaSpec,
+    RequestTimes,
     RooflineCost,
     ServingLimits,
     build_replica,
@@ -291,11 +292,21 @@ def predict_server(row: Row, spec: ReplicaSpec) -> Prediction:
         at = int(0.99 * len(done))
         ttft = 1e3 * sorted(each.ttft_s for each in done)[at]
         tpot = 1e3 * sorted(each.tpot_s for each in done)[at]
-        if ttft <= scenario[0] and tpot <= scenario[1]:
+        if ttft <= scenario[0] and tpot <= scenario[1] and not _piles_up(done):
             low = rate
         else:
             high = rate
     return Prediction(requests_s=low * replicas)
+
+
+def _piles_up(done: Sequence[RequestTimes]) -> bool:
+    """Return whether more requests are in flight at the end than in the middle."""
+    sent = sorted(each.sent_s for each in done)
+    in_flight = [
+        sum(each.sent_s <= at < each.last_token_s for each in done)
+        for at in (sent[len(sent) // 2], sent[-1])
+    ]
+    return in_flight[1] > 1.1 * in_flight[0] + 10
 
 
 def predict_static_batch(row: Row, spec: ReplicaSpec) -> Prediction:

@@ -22,6 +22,7 @@ app = typer.Typer(
     help="Memory, hardware and cost of a load, from a model of the hardware.", no_args_is_help=True
 )
 MINUTE_S = 60.0
+SCENARIO_COMMENT = "A few replicas of a plan, with their share of the load at its peak."
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -236,6 +237,9 @@ def plan(
     fleet: Annotated[
         Path | None, typer.Option(help="File for the declaration of a fleet with the cheapest way.")
     ] = None,
+    scenario: Annotated[
+        Path | None, typer.Option(help="File for a scenario of `argosy twin run` with its load.")
+    ] = None,
     json: JsonOutput = False,
 ) -> None:
     """Find the hardware for a load and its objectives, and rank it by cost.
@@ -244,8 +248,10 @@ def plan(
     lengths and queues are simulated. Replicas in brackets are those if steps are faster or slower by the error of the
     model of the hardware.
     """
+    from argosy.twin import write_scenario
     from argosy.twin.capacity import (
         PLAN_COLUMNS,
+        build_scenario,
         plan_capacity,
         plan_cells,
         render_fleet_file,
@@ -276,6 +282,8 @@ def plan(
             html.write_text(render_plan_page(answer), encoding="utf-8")
         if fleet is not None:
             fleet.write_text(render_fleet_file(answer, known), encoding="utf-8")
+        if scenario is not None:
+            write_scenario(scenario, build_scenario(answer, known), SCENARIO_COMMENT)
     if json:
         print_json(answer)
         return

@@ -125,7 +125,7 @@ class TwinRun:
                 name=POOL, launcher=LAUNCHER, generation=1, replicas=pool.replicas, max_surge=1
             ),
             limits=scenario.engine.build_limits(),
-            cost=scenario.engine.cost,
+            cost=scenario.engine.build_cost(),
             fidelity=scenario.fidelity,
             start_s=pool.start_s,
             rollout=self.rollout,

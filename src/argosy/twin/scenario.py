@@ -14,8 +14,10 @@ from argosy.engine.scheduling import SchedulerLimits
 from argosy.policy import RoutingPolicyName
 from argosy.policy.rollout import RolloutPlan, RolloutStep
 from argosy.settings import SettingsDocument, convert_settings, dump_yaml, load_yaml
+from argosy.twin.hardware import ReplicaHardware
 from argosy.twin.linear_cost import LinearStepCost
 from argosy.twin.replica import Fidelity
+from argosy.twin.step_cost import StepCost
 from argosy.twin.workload import Fraction, Positive, SimulatedRequest, Workload
 
 FaultKind = Literal[
@@ -55,6 +57,12 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_cache: bool = True
     ridge_tokens: Annotated[int, Meta(ge=1)] = 30
     cost: LinearStepCost = LinearStepCost()
+    hardware: ReplicaHardware | None = None
+    """Accelerators whose model prices the steps, in place of `cost`."""
+
+    def build_cost(self) -> StepCost:
+        """Return the price of the steps. Raises ValueError if the hardware is unknown."""
+        return self.cost if self.hardware is None else self.hardware.build_cost()
 
     def build_limits(self) -> SchedulerLimits:
         """Return the limits of the scheduler."""

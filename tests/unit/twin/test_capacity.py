@@ -91,6 +91,19 @@ def test_plan_writes_a_page_and_a_fleet_that_can_be_declared(tmp_path: Path) -> 
     assert validated.exit_code == 0, validated.output
 
 
+def test_the_twin_serves_a_plan_within_its_objectives(tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.yaml"
+    objectives = ["--ttft", "p90:600", "--tpot", "p90:40", "--spares", "0"]
+    load = ["--requests-per-minute", "600", "--output-tokens", "100", "--tensor-parallel", "1"]
+    planned = run(*PLAN, *load, *objectives, "--scenario", str(scenario))
+    assert planned.exit_code == 0, planned.output
+    result = CliRunner().invoke(app, ["twin", "run", str(scenario), "--seed", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    latency = json.loads(result.stdout)[0]["summary"]["latency"]
+    assert latency["ttft"]["p90"] < 600
+    assert latency["tpot"]["p90"] < 40
+
+
 def test_a_plan_for_this_machine_can_be_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

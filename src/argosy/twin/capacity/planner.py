@@ -7,6 +7,7 @@ which the percentiles meet the objectives. Replicas, headroom and cost follow fr
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 from collections.abc import Sequence
@@ -33,12 +34,14 @@ from argosy.twin.hardware import (
 )
 from argosy.twin.step_cost import StepCost
 
-REQUESTS = 400
+MIN_REQUESTS, MAX_REQUESTS = 400, 2000
 """Requests of a simulation."""
 SEARCH_STEPS = 7
-"""Halvings of the interval of rates: the rate is found within 1 % of its upper bound."""
-NEAR_STEPS = 4
-"""The same for the rates of the error bars, which are near the first."""
+"""Simulations in search of a rate, which is then found within some 3 %."""
+ERROR_STEPS = 4
+MIN_RATE_SHARE = 0.02
+PILE_UP, PILE_UP_REQUESTS = 1.25, 10
+"""Requests pile up if more are in flight at the end than this many times those in the middle, and this many."""
 MAX_SIMULATED = 10
 """Candidates whose rates are searched: those with the lowest bound of their cost."""
 MODEL_ERROR = {False: 0.10, True: 0.25}
@@ -48,6 +51,7 @@ IDLE_POWER = 0.3
 HOST_WATTS = 250.0
 """Power of the host for each accelerator: processors, memory, network and fans."""
 MAX_BATCH = 512
+Bound = Literal["ttft", "tpot", "e2e", "throughput"]
 NEARLY = 1.0001
 
 
@@ -85,7 +89,7 @@ class PlannedPool(msgspec.Struct, frozen=True, kw_only=True):
     kilowatts: float
     """Power at the mean load."""
     kv_tokens: int
-    bound: Literal["ttft", "tpot", "e2e", "throughput"]
+    bound: Bound
     """Limit of the rate of a replica."""
 
 
@@ -132,7 +136,11 @@ class _Candidate(msgspec.Struct, frozen=True):
     memory: MemoryFit
     cost: RooflineCost
     most_requests_s: float
-    """Rate that no replica exceeds, whatever its latency."""
+    """Rate of a full batch, whatever its latency."""
+    most_in_flight: int
+    """Requests in flight for which there is memory."""
+    alone_s: float
+    """Duration of a request that is alone."""
     lowest_price: float
     """Dollars per hour for one request per second at that rate."""
 
@@ -230,7 +238,7 @@ def _bound(question: CapacityQuestion, spec: ReplicaSpec) -> _Candidate:
     prefill = _prefill_seconds(question, spec, cost)
     most = 1 / (prefill + question.output_tokens * step / batch)
     price = spec.accelerators * _hourly_price(question, spec)
-    return _Candidate(spec, memory, cost, most, price / most)
+    return _Candidate(spec, memory, cost, most, batch, alone["e2e"] / 1e3, price / most)
 
 
 def _prefill_seconds(question: CapacityQuestion, spec: ReplicaSpec, cost: StepCost) -> float:
@@ -269,16 +277,13 @@ def _hourly_price(question: CapacityQuestion, spec: ReplicaSpec) -> float:
 
 def _plan_pool(question: CapacityQuestion, candidate: _Candidate) -> PlannedPool:
     spec = candidate.spec
-    found = _search_rate(question, candidate, 1.0)
+    found = _search_rate(question, candidate)
     if found is None:
         raise CapacityError(
             "the objectives are missed even at 2 % of the throughput: "
             + ", ".join(map(str, question.objectives))
         )
     rate, times, bound = found
-    error = MODEL_ERROR[spec.model.is_moe]
-    faster = _search_rate(question, candidate, 1 - error, rate / (1 - error))
-    slower = _search_rate(question, candidate, 1 + error, rate / (1 + error))
     span = max(each.last_token_s for each in times) - min(each.sent_s for each in times)
     in_flight = sum(each.last_token_s - each.sent_s for each in times) / span
 
@@ -300,7 +305,7 @@ def _plan_pool(question: CapacityQuestion, candidate: _Candidate) -> PlannedPool
             f"accelerators: {total * spec.accelerators:,} are needed and {question.max_accelerators:,} can be had,"
             f" which serve at most {most:,.1f} requests/s"
         )
-    high = _with_headroom(question, replicas_at(slower[0])) if slower else total * 2
+    faster, slower = _search_error_bars(question, candidate, rate)
     price = total * spec.accelerators * _hourly_price(question, spec)
     peak = load * rate if question.concurrent_requests else question.peak_requests_s
     tokens = peak * question.mean_share * question.output_tokens * HOURS_OF_A_MONTH * 3600
@@ -323,8 +328,8 @@ def _plan_pool(question: CapacityQuestion, candidate: _Candidate) -> PlannedPool
         in_flight=in_flight,
         load_replicas=load,
         replicas=total,
-        replicas_low=_with_headroom(question, replicas_at(faster[0])) if faster else total,
-        replicas_high=high,
+        replicas_low=_with_headroom(question, replicas_at(faster)),
+        replicas_high=_with_headroom(question, replicas_at(slower)),
         accelerators=accelerators,
         peak_utilization=min(1.0, peak / (total * candidate.most_requests_s)),
         dollars_per_hour=price,
@@ -347,33 +352,54 @@ def _with_headroom(question: CapacityQuestion, replicas: int) -> int:
 
 
 def _search_rate(
-    question: CapacityQuestion, candidate: _Candidate, factor: float, near: float | None = None
-) -> tuple[float, list[RequestTimes], Literal["ttft", "tpot", "e2e", "throughput"]] | None:
-    """Return the highest rate within the objectives, the times at it, and what limits it; None if there is none.
-
-    Steps take `factor` times as long. `near` is a rate from which a shorter search starts.
-    """
-    cost = _ScaledCost(candidate.cost, factor)
-    low, high, steps = 0.0, 1.15 * candidate.most_requests_s / factor, SEARCH_STEPS
-    rate = high * 0.5
-    if near is not None:
-        high, steps, rate = 1.4 * near, NEAR_STEPS, near
+    question: CapacityQuestion, candidate: _Candidate
+) -> tuple[float, list[RequestTimes], Bound] | None:
+    """Return the highest rate within the objectives, the times at it, and what limits it; None if there is none."""
+    low, high = 0.0, math.inf
     best: list[RequestTimes] | None = None
-    bound: Literal["ttft", "tpot", "e2e", "throughput"] = "throughput"
-    for _ in range(steps):
-        times = simulate_replica(cost, _limits(candidate), _draw_requests(question, rate))
-        missed = _find_missed(question.objectives, times, rate)
+    bound: Bound = "throughput"
+    rate = 0.5 * candidate.most_requests_s
+    for _ in range(SEARCH_STEPS):
+        times = simulate_replica(
+            candidate.cost, _limits(candidate), _draw(question, candidate, rate)
+        )
+        missed = _find_missed(question.objectives, times)
         if missed is None:
             low, best = rate, times
         else:
             high, bound = rate, missed
-        rate = (low + high) / 2
+        rate = low * 1.6 if math.isinf(high) else (low + high) / 2
     if best is None:
-        rate = 0.02 * candidate.most_requests_s / factor
-        best = simulate_replica(cost, _limits(candidate), _draw_requests(question, rate))
-        missed = _find_missed(question.objectives, best, rate)
-        return None if missed else (rate, best, bound)
+        rate = MIN_RATE_SHARE * candidate.most_requests_s
+        best = simulate_replica(
+            candidate.cost, _limits(candidate), _draw(question, candidate, rate)
+        )
+        return None if _find_missed(question.objectives, best) else (rate, best, bound)
     return low, best, bound
+
+
+def _search_error_bars(
+    question: CapacityQuestion, candidate: _Candidate, rate: float
+) -> tuple[float, float]:
+    """Return the highest rates if all steps are faster, and slower, by the error of the model."""
+    found = []
+    for factor in (
+        1 - MODEL_ERROR[candidate.spec.model.is_moe],
+        1 + MODEL_ERROR[candidate.spec.model.is_moe],
+    ):
+        cost = _ScaledCost(candidate.cost, factor)
+        # Without limits of latency the rate is exactly in proportion. A limit makes it change by more.
+        good, bad = (rate, rate * 1.8) if factor < 1 else (0.0, rate)
+        trial = rate / factor
+        for _ in range(ERROR_STEPS if question.objectives else 0):
+            times = simulate_replica(cost, _limits(candidate), _draw(question, candidate, trial))
+            if _find_missed(question.objectives, times) is None:
+                good = trial
+            else:
+                bad = trial
+            trial = (good + bad) / 2
+        found.append(trial)
+    return found[0], found[1]
 
 
 def _limits(candidate: _Candidate) -> ServingLimits:
@@ -384,12 +410,16 @@ def _limits(candidate: _Candidate) -> ServingLimits:
     )
 
 
-def _draw_requests(question: CapacityQuestion, rate: float) -> list[OfferedRequest]:
-    """Return requests whose times between each other are gamma distributed, and their lengths lognormal."""
+def _draw(question: CapacityQuestion, candidate: _Candidate, rate: float) -> list[OfferedRequest]:
+    """Return requests whose times between each other are gamma distributed, and their lengths lognormal.
+
+    Most of them come when as many are in flight as will ever be.
+    """
     generator = random.Random(question.seed)  # noqa: S311 - a load, not a secret
+    in_flight = min(candidate.most_in_flight, int(rate * candidate.alone_s * 4))
     shape = 1 / question.burstiness**2
     now, requests = 0.0, []
-    for _ in range(REQUESTS):
+    for _ in range(min(MAX_REQUESTS, max(MIN_REQUESTS, 4 * in_flight))):
         now += generator.gammavariate(shape, 1 / (shape * rate))
         prompt = _draw_length(generator, question.prompt_tokens, question.spread)
         output = _draw_length(generator, question.output_tokens, question.spread)
@@ -404,18 +434,19 @@ def _draw_length(generator: random.Random, mean: int, spread: float) -> int:
 
 
 def _find_missed(
-    objectives: Sequence[LatencyObjective], times: Sequence[RequestTimes], rate: float
-) -> Literal["ttft", "tpot", "e2e", "throughput"] | None:
-    """Return the objective that the times miss, or `throughput` if the replica falls behind."""
+    objectives: Sequence[LatencyObjective], times: Sequence[RequestTimes]
+) -> Bound | None:
+    """Return the objective that the times miss, or `throughput` if requests pile up in the replica."""
     for objective in objectives:
         values = [_latency_ms(each, objective.metric) for each in times]
         if _percentile(values, objective.percentile) > objective.limit_ms:
             return objective.metric
-    by_arrival = sorted(times, key=lambda each: each.sent_s)
-    quarter = len(by_arrival) // 4
-    early = sum(each.ttft_s for each in by_arrival[quarter : 2 * quarter]) / quarter
-    late = sum(each.ttft_s for each in by_arrival[-quarter:]) / quarter
-    return "throughput" if late > 2 * early + 10 / rate else None
+    sent = sorted(each.sent_s for each in times)
+    ended = sorted(each.last_token_s for each in times)
+    middle, last = sent[len(sent) // 2], sent[-1]
+    before = len(sent) // 2 + 1 - bisect.bisect(ended, middle)
+    after = len(sent) - bisect.bisect(ended, last)
+    return "throughput" if after > PILE_UP * before + PILE_UP_REQUESTS else None
 
 
 def _percentile(values: Sequence[float], percentile: float) -> float:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from argosy.bench import PlotSeries, render_plot
 from argosy.settings import dump_yaml
-from argosy.twin.capacity.planner import CapacityPlan, PlannedPool
-from argosy.twin.hardware import CapacityError, Hardware, model_source
+from argosy.twin.capacity.planner import MAX_BATCH, CapacityPlan, PlannedPool
+from argosy.twin.hardware import CapacityError, Hardware, ReplicaHardware, model_source
+from argosy.twin.scenario import Engine, PoolSettings, Scenario
+from argosy.twin.workload import Lengths, Workload
 
 MAX_REPLICAS_OF_A_POOL = 10_000
+SCENARIO_REPLICAS = 2
+"""Most replicas of a scenario, which serve their share of the load."""
+SCENARIO_S = 20.0
+BLOCK_TOKENS = 16
 PLAN_COLUMNS = (
     "Accelerator",
     "Weights",
@@ -155,3 +162,61 @@ def render_fleet_file(plan: CapacityPlan, hardware: Hardware) -> str:
     return f"# {pool.tensor_parallel} x {pool.accelerator} for each replica.\n" + dump_yaml(
         declaration
     )
+
+
+def build_scenario(plan: CapacityPlan, hardware: Hardware) -> Scenario:
+    """Return a scenario in which the twin serves the load of the cheapest pool of a plan.
+
+    The engine's own scheduler and the gateway's placement run on the prices of the plan. A few replicas get their share
+    of the peak, since replicas are alike.
+    """
+    pool, question = plan.pools[0], plan.question
+    replicas = min(pool.load_replicas, SCENARIO_REPLICAS)
+    peak = pool.load_replicas * pool.replica_requests_s
+    if question.peak_requests_s:
+        peak = question.peak_requests_s
+    limits = {each.metric: each.limit_ms for each in question.objectives}
+    cached = int(question.prompt_tokens * question.prefix_hits)
+    shared = Lengths(median=max(1, cached), maximum=max(1, cached))
+    return Scenario(
+        duration_s=SCENARIO_S,
+        pool=PoolSettings(replicas=replicas, zones=max(1, min(question.zones, replicas))),
+        engine=Engine(
+            max_seqs=MAX_BATCH,
+            max_step_tokens=hardware.find_engine(pool.engine).max_batch_tokens,
+            max_prefill_fraction=1.0,
+            max_model_len=min(
+                4 * (question.prompt_tokens + question.output_tokens), pool.kv_tokens
+            ),
+            block_size=BLOCK_TOKENS,
+            kv_blocks=max(1, pool.kv_tokens // BLOCK_TOKENS),
+            hardware=ReplicaHardware(
+                model=plan.model,
+                accelerator=pool.accelerator,
+                weights=pool.weights,
+                kv=pool.kv,
+                engine=pool.engine,
+                tensor_parallel=pool.tensor_parallel,
+            ),
+        ),
+        workload=Workload(
+            sessions_per_s=peak * replicas / pool.load_replicas,
+            clients=1,
+            zipf=0.0,
+            burstiness=1 / question.burstiness**2,
+            bursty_fraction=0.0,
+            prompt=_lengths(question.prompt_tokens - cached, question.spread),
+            output=_lengths(question.output_tokens, question.spread),
+            more_turns=0.0,
+            system_prompts=1 if cached else 0,
+            system_prompt=shared,
+            leave_fraction=0.0,
+        ),
+        objectives=",".join(f"{name}:{limit:g}" for name, limit in limits.items()),
+    )
+
+
+def _lengths(mean: float, spread: float) -> Lengths:
+    """Return lognormal lengths with this mean, at most four times it, as the planner draws them."""
+    median = max(1.0, mean * math.exp(-(spread**2) / 2))
+    return Lengths(median=median, sigma=spread, maximum=max(1, int(4 * mean)))

@@ -18,7 +18,14 @@ from argosy.twin.hardware.accelerators import (
 )
 from argosy.twin.hardware.errors import CapacityError
 from argosy.twin.hardware.memory import MemoryFit, fit_memory
-from argosy.twin.hardware.model_shape import ModelShape, load_shape, model_source, parse_shape
+from argosy.twin.hardware.model_shape import (
+    ModelShape,
+    find_shape,
+    load_shape,
+    model_source,
+    parse_shape,
+)
+from argosy.twin.hardware.replica_hardware import ReplicaHardware
 from argosy.twin.hardware.roofline import ReplicaSpec, RooflineCost, build_replica
 from argosy.twin.hardware.serving import (
     OfferedRequest,

@@ -217,8 +217,15 @@ def load_shape(model: str) -> ModelShape:
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
-    if path.is_file():
-        return parse_shape(model, _read_config(path))
+    return parse_shape(model, _read_config(path)) if path.is_file() else find_shape(model)
+
+
+def find_shape(model: str) -> ModelShape:
+    """Return the shape of a well-known model by its name, with or without its owner. No file is read.
+
+    Raises:
+        CapacityError: The model is unknown.
+    """
     key = model.strip().lower()
     table = _table()
     for name, entry in table.items():
@@ -226,7 +233,7 @@ def load_shape(model: str) -> ModelShape:
             return parse_shape(name, entry["config"])
     short = key.rpartition("/")[2]
     if short != key:
-        return load_shape(short)
+        return find_shape(short)
     raise CapacityError(
         f"the shape of {model!r} is not known; give the path of its config.json, or one of {', '.join(table)}"
     )
