@@ -80,6 +80,7 @@ class SimulatedFleet:
         cost: Price of the steps.
         fidelity: Fidelity of the replicas.
         start_s: Time from the start of a replica until it serves.
+        probe_interval_s: Shortest time between two health checks of a gateway.
         rollout: Decides which versions run.
         scaling: Limits of the autoscaler; None if it is off.
     """
@@ -93,6 +94,7 @@ class SimulatedFleet:
         cost: StepCost,
         fidelity: Fidelity,
         start_s: float,
+        probe_interval_s: float,
         rollout: SimulatedRollout,
         scaling: AutoscalerSettings | None,
     ) -> None:
@@ -110,6 +112,7 @@ class SimulatedFleet:
         self._cost = cost
         self._fidelity = fidelity
         self._start_s = start_s
+        self._probe_interval_s = probe_interval_s
         self._rollout = rollout
         self._versions = [Version(desired.generation)]
         """All versions that were declared, by generation from 1."""
@@ -123,7 +126,7 @@ class SimulatedFleet:
     def start(self, gateway: SimulatedGateway) -> None:
         """Begin with all declared replicas ready, and control them from now on."""
         self._gateway = gateway
-        self._prober = Prober(self._simulation, gateway, self.processes)
+        self._prober = Prober(self._simulation, gateway, self.processes, self._probe_interval_s)
         for ordinal in range(self.desired.replicas):
             name = replica_name(POOL, self.desired.generation, ordinal)
             member = self._launch(name, self.desired.generation, ordinal)

@@ -31,10 +31,12 @@ class Prober:
         simulation: Simulation,
         gateway: SimulatedGateway,
         processes: Mapping[str, SimulatedReplica],
+        min_interval_s: float,
     ) -> None:
         self._simulation = simulation
         self._gateway = gateway
         self._processes = processes
+        self._min_interval_s = min_interval_s
 
     def watch(self, replica: PlacementReplica) -> None:
         """Check the health of a replica from now on, while it is in the pool."""
@@ -51,7 +53,9 @@ class Prober:
         last, simulation = effects[-1], self._simulation
         if not isinstance(last, Probe):
             self._gateway.handle(CapacityChanged(self._find_pool(replica)))
-            wake_at = last.at if isinstance(last, WakeAt) else simulation.now
+            wake_at = simulation.now + self._min_interval_s
+            if isinstance(last, WakeAt):
+                wake_at = max(wake_at, last.at)
             simulation.call_at(to_ns(wake_at), partial(self._check, replica, check))
             return
         process = self._processes[replica.name]

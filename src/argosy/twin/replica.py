@@ -84,6 +84,8 @@ class SimulatedReplica:
         self._simulation = simulation
         self._limits = limits
         self._cost = cost
+        tokens = limits.max_step_tokens
+        self._prefill_rate = tokens / cost.step_seconds(0, 0, ((tokens, 0),))
         self._version = version
         self._is_macro = fidelity == "macro"
         self._on_tokens = on_tokens
@@ -152,8 +154,7 @@ class SimulatedReplica:
     @property
     def prefill_tokens_per_s(self) -> float:
         """Rate at which it computes prompts."""
-        tokens = self._limits.max_step_tokens
-        return tokens / (self._cost.step_seconds(0, 0, ((tokens, 0),)) * self.slowdown)
+        return self._prefill_rate / self.slowdown
 
     # --- steps -----------------------------------------------------------------------------------
 

@@ -128,6 +128,7 @@ class TwinRun:
             cost=scenario.engine.build_cost(),
             fidelity=scenario.fidelity,
             start_s=pool.start_s,
+            probe_interval_s=pool.probe_interval_s,
             rollout=self.rollout,
             scaling=_build_scaling(pool),
         )
@@ -148,15 +149,14 @@ class TwinRun:
         for fault in plan.faults:
             injector.schedule(fault)
         self._until_ns = START_NS + round((scenario.duration_s + SETTLE_S) * NS_PER_S)
-        self._num_swept = 0
 
     def run(self) -> str:
         """Run to the end, and return the invariant that failed; empty if none did."""
         simulation, gateway = self.simulation, self.gateway
-        simulation.after_event = self._check
         try:
             self.fleet.start(gateway)
-            simulation.run(self._until_ns, lambda: not gateway.num_expected)
+            while simulation.run(self._until_ns, lambda: not gateway.num_expected, SWEEP_EVENTS):
+                self._sweep()
             require(not gateway.num_expected, "requests have not ended an hour after the last one")
             self._sweep()
         except AssertionError as error:
@@ -165,13 +165,8 @@ class TwinRun:
             self.fleet.finish()
         return ""
 
-    def _check(self) -> None:
-        if self.simulation.num_events - self._num_swept >= SWEEP_EVENTS:
-            self._sweep()
-
     def _sweep(self) -> None:
         """Check the blocks and sequences of all replicas."""
-        self._num_swept = self.simulation.num_events
         for process in self.fleet.processes.values():
             process.scheduler.check_invariants()
 

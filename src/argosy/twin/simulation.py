@@ -46,8 +46,6 @@ class Simulation:
         self.now_ns = START_NS
         self.num_events = 0
         """Events that have run."""
-        self.after_event: Callable[[], None] = _nothing
-        """Called after each event, to check what must hold then."""
         self._heap: list[tuple[int, int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._hash = hashlib.blake2b(digest_size=16)
@@ -75,14 +73,20 @@ class Simulation:
         """Run `action` in `seconds`."""
         self.call_at(self.now_ns + round(seconds * NS_PER_S), action, priority)
 
-    def run(self, until_ns: int, is_done: Callable[[], bool]) -> None:
-        """Run events until none is left before `until_ns`, or `is_done` returns True between two events."""
+    def run(self, until_ns: int, is_done: Callable[[], bool], max_events: int) -> bool:
+        """Run up to `max_events` events.
+
+        Returns:
+            Whether more may follow: one is left before `until_ns`, and `is_done` has not returned True.
+        """
         heap = self._heap
-        while heap and heap[0][0] <= until_ns and not is_done():
+        for _ in range(max_events):
+            if not heap or heap[0][0] > until_ns or is_done():
+                return False
             self.now_ns, _, _, action = heapq.heappop(heap)
             self.num_events += 1
             action()
-            self.after_event()
+        return True
 
     def trace(self, line: str) -> None:
         """Add what has happened now to the hash of the run."""
@@ -92,7 +96,3 @@ class Simulation:
     def trace_hash(self) -> str:
         """Hash of all that was traced so far, in order."""
         return self._hash.hexdigest()
-
-
-def _nothing() -> None:
-    """Default of `Simulation.after_event`."""
