@@ -309,7 +309,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     watermark: Annotated[float, msgspec.Meta(ge=0)] = 0.01
     """Fraction of the blocks that stays free for the growth of running sequences."""
     stall_timeout_s: float = 60.0
-    """Time without a finished step after which a busy engine core is restarted."""
+    """Time without a finished step after which a busy engine core is restarted. On a machine without idle CPUs, only
+    the CPU time that it got counts, but at least a tenth."""
     max_load_attempts: int = 3
     """Number of times that the model is tried to load."""
     warmup: bool = True

@@ -115,7 +115,7 @@ class StartupProgress(msgspec.Struct, frozen=True, kw_only=True):
 class ResourceUsage(msgspec.Struct, frozen=True, kw_only=True):
     """CPU and memory of an engine core and of its machine, each second.
 
-    A replica reports it. It is shown to viewers of the gateway, and nothing decides by it.
+    A replica reports it. It is shown to viewers of the gateway, and no gateway decides by it.
     """
 
     memory_bytes: NonNegativeCount = 0

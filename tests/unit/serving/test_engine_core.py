@@ -30,6 +30,8 @@ EVENTS = st.one_of(
     st.tuples(st.just("read"), st.integers(0, 2)),
 )
 STALL_S = 20.0
+STARVED = ResourceUsage(cpus=0.2, host_cpus=2, host_free_cpus=0.0)
+SPINNING = ResourceUsage(cpus=1.0, host_cpus=2, host_free_cpus=0.0)
 REQUEST = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams())
 
 
@@ -153,8 +155,10 @@ def serving_monitor(*, is_serving: bool = True) -> HeartbeatMonitor:
         ([Heartbeat(7, False)] * 100, None, ""),
         ([Heartbeat(7, t >= 30) for t in range(100)], 29 + STALL_S, "without a step"),
         ([Heartbeat(t, True) for t in range(40)], 39 + MAX_MISSED_HEARTBEATS, "heartbeat"),
+        ([Heartbeat(7, True, STARVED)] * 100, None, ""),
+        ([Heartbeat(7, True, SPINNING)] * 100, 1 + STALL_S, "without a step"),
     ],
-    ids=["busy", "idle", "stalled", "silent"],
+    ids=["busy", "idle", "stalled", "silent", "starved", "spinning"],
 )
 def test_core_is_hung_that_makes_no_step_or_is_silent(
     heartbeats: list[Heartbeat], failed_at: float | None, reason: str

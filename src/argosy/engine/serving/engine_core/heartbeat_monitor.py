@@ -14,6 +14,10 @@ MEMORY_ACTIONS: dict[int, MemoryAction] = {1: "drop_caches", 3: "end_requests", 
 """Action by number of consecutive heartbeats above the memory bound. Each action has two heartbeats to take effect."""
 MAX_LOAD_FRACTION = 0.1
 """Largest fraction of the time that a core which is recycled again and again may spend on loading."""
+STARVED_FREE_RATIO = 0.1
+"""Share of idle CPUs below which the machine may have starved a core."""
+MIN_STARVED_SHARE = 0.1
+"""Share of the time that counts as stalled at least, so that a core that hangs on a busy machine is found too."""
 LOAD_PROGRESS_TIMEOUT_S = 600.0
 """A loading core that reports no progress for this long is considered hung."""
 
@@ -42,7 +46,8 @@ class HeartbeatMonitor:
     """Watches one core process: distinguishes loading, computing and hanging by its heartbeats."""
 
     stall_timeout_s: float
-    """A ready core that is busy and completes no step for this long is considered hung."""
+    """A ready core that is busy and completes no step for this long is considered hung. On a machine without idle CPUs,
+    a second counts as the CPU time that the core got in it."""
     heartbeat_interval_s: float
     started_at: float
     """Start time in seconds, on the clock of every `now` below."""
@@ -53,6 +58,7 @@ class HeartbeatMonitor:
     _beats_above_bound: int = field(default=0, init=False)
     _last_step: int = field(default=-1, init=False)
     _last_progress_at: float = field(default=0.0, init=False)
+    _stalled_s: float = field(default=0.0, init=False)
     _last_heartbeat_at: float = field(default=0.0, init=False)
     _last_check_at: float = field(default=0.0, init=False)
 
@@ -72,11 +78,14 @@ class HeartbeatMonitor:
 
     def record_heartbeat(self, heartbeat: Heartbeat, now: float) -> MemoryAction | None:
         """Record a heartbeat. Return what to do about the core's memory, if anything."""
+        usage, elapsed_s = heartbeat.usage, now - self._last_heartbeat_at
         self._last_heartbeat_at = now
         if not heartbeat.busy or heartbeat.step != self._last_step:
-            self._last_step = heartbeat.step
-            if self.is_serving:
-                self._last_progress_at = now
+            self._last_step, self._stalled_s = heartbeat.step, 0.0
+        elif usage.host_free_cpus < STARVED_FREE_RATIO * usage.host_cpus:
+            self._stalled_s += elapsed_s * min(1.0, max(MIN_STARVED_SHARE, usage.cpus))
+        else:
+            self._stalled_s += elapsed_s
         if not 0 < self._memory_bound_bytes < heartbeat.usage.memory_bytes:
             self._beats_above_bound = 0
             return None
@@ -101,9 +110,10 @@ class HeartbeatMonitor:
             return f"no progress in loading for {LOAD_PROGRESS_TIMEOUT_S:g} s" if is_stuck else None
         if now - self._last_heartbeat_at >= MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s:
             return f"no heartbeat for {MAX_MISSED_HEARTBEATS * self.heartbeat_interval_s:g} s"
-        if now - self._last_progress_at >= self.stall_timeout_s:
+        if self._stalled_s >= self.stall_timeout_s:
             return f"busy without a step for {self.stall_timeout_s:g} s"
         return None
 
     def _reset_clocks(self, now: float) -> None:
         self._last_progress_at = self._last_heartbeat_at = self._last_check_at = now
+        self._stalled_s = 0.0
