@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -321,7 +322,7 @@ def test_tokenizer_that_takes_or_makes_too_much_is_refused(
 
 
 def test_pattern_that_fails_for_one_text_fails_its_request_only() -> None:
-    backend = byte_level_backend()
+    backend = copy.deepcopy(byte_level_backend())  # others share it
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("qzj(x+x+)+y"), "isolated")
     tokenizer = Tokenizer(backend)
     assert not tokenizer.has_known_patterns
