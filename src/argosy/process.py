@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -171,6 +171,18 @@ async def run_in_daemon_thread(call: Callable[..., T], *args: object) -> T:
         return await future
     finally:
         del future  # its exception refers to this frame, and with it to megabytes of arguments
+
+
+def iterate_in_thread(source: AsyncIterator[T], loop: asyncio.AbstractEventLoop) -> Iterator[T]:
+    """Yield the items of an asynchronous iterator of `loop` in another thread, which waits for each of them."""
+
+    async def take() -> tuple[T, ...]:
+        async for item in source:
+            return (item,)
+        return ()
+
+    while item := asyncio.run_coroutine_threadsafe(take(), loop).result():
+        yield item[0]
 
 
 def _run_blocking(

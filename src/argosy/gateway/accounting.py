@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from secrets import token_hex
 from typing import Any
 
 import structlog
 
+from argosy.blob_store import BlobNotFoundError, BlobStore, open_blob_store
 from argosy.gateway.auth import Authenticator
 from argosy.gateway.filters import LimitFilter, flush_usage_forever
 from argosy.gateway.model_registry import ModelRouter
@@ -21,6 +23,7 @@ from argosy.store import (
     StoreError,
     StoreUnavailableError,
     UsageLog,
+    default_blob_folder,
     default_store_url,
     open_store,
     usage_log_folder,
@@ -41,6 +44,8 @@ STORE_OPEN_TIMEOUT_S = 60.0
 """How long the gateway waits at startup for a database that is unreachable."""
 USAGE_FLUSH_TIMEOUT_S = 10.0
 """How long the last flush of usage records may take when the gateway shuts down."""
+_MARK_PREFIX = ".stores/"
+"""Beginning of the keys of blobs by which gateways recognise the place of their store's blobs."""
 
 
 class AccountingService:
@@ -304,6 +309,31 @@ class AccountSync:
 
 
 def _open_and_migrate(url: str, config: StoreConfig) -> Store:
-    store = open_store(url, max_stored_bytes=config.max_stored_bytes_per_project)
+    place = config.blobs or default_blob_folder(url)
+    blobs = None if place is None else open_blob_store(place)
+    store = open_store(url, max_stored_bytes=config.max_stored_bytes_per_project, blobs=blobs)
     store.migrate()
+    if config.blobs is not None and blobs is not None:
+        _check_blobs_are_shared(store, blobs, config.blobs)
     return store
+
+
+def _check_blobs_are_shared(store: Store, blobs: BlobStore, place: str) -> None:
+    """Check that all gateways of the store use the same place: the first leaves a mark there, whose name all know.
+
+    Raises:
+        ValueError: The mark is not in this place.
+    """
+    own = token_hex(16)
+    blobs.put(_MARK_PREFIX + own, [own.encode()])
+    first = store.secrets.get_or_create("blobs", value=own.encode()).decode()
+    if first == own:
+        return
+    blobs.delete(_MARK_PREFIX + own)
+    try:
+        list(blobs.open(_MARK_PREFIX + first))
+    except BlobNotFoundError as error:
+        raise ValueError(
+            f"store.blobs is {place}, but other gateways of this store put contents of files somewhere else. Set it to"
+            " the folder or URL that all of them share, or copy all of it there."
+        ) from error

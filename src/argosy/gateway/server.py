@@ -366,6 +366,7 @@ class GatewayServer:
             else ResponseState(
                 *(store, config.store.keep_responses_days, idempotency_store, account_sync.limits),
                 self._models,
+                config.store.max_file_bytes,
             )
         )
         if store is not None and self._fleet_pools is not None:

@@ -28,6 +28,7 @@ from argosy.http_server.http_exchange import (
 )
 from argosy.http_server.http_request import HttpRequest, RequestHandler
 from argosy.http_server.message_transport import MessageTransport
+from argosy.http_server.multipart_form import MultipartForm
 from argosy.http_server.paced_protocol import PacedProtocol
 from argosy.http_server.request_origin import (
     check_json_content_type,

@@ -19,7 +19,7 @@ from argosy.http_server.response_transport import (
 from argosy.protocol import ApiError
 
 MAX_PREFETCHED_BODY_BYTES = 64 * 1024
-"""Request body bytes that are buffered before the handler starts to read."""
+"""Request body bytes that are buffered before the handler starts to read, or between two parts that it reads."""
 MAX_COALESCED_BYTES = 16 * 1024
 """Written bytes that are held back until the end of the event loop turn."""
 
@@ -135,6 +135,13 @@ class Http1Transport(ResponseTransport):
             await self._wait_for_change()
         return self._take_body()
 
+    async def read_part(self) -> bytes:
+        while not self._body_buffer and not self.is_body_complete:
+            if self.is_disconnected:
+                raise DisconnectedError
+            await self._wait_for_change()
+        return self._take_body()
+
     def count_body_bytes(self, byte_count: int) -> None:
         self._connection.server_state.add_unread_bytes(byte_count, self._tenant)
 
@@ -200,7 +207,7 @@ class Http1Transport(ResponseTransport):
         self._body_bytes += len(body)
         within_limit = self._connection.server_state.add_unread_bytes(len(body), self._tenant)
         self._is_overloaded = not within_limit and self._body_bytes > MAX_PREFETCHED_BODY_BYTES
-        if self._body_bytes > self._max_buffered_bytes:
+        if len(self._body_buffer) > self._max_buffered_bytes:
             self._connection.pause_reading()
         self._wake()
 

@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -247,14 +247,10 @@ class HttpExchange:
         if self._body is not None:
             return self._body
         max_bytes, transport = self._limits.body_limit_bytes, self._transport
-        if b"content-encoding" in self.headers:
-            self._check_encoding()
+        self._check_body_headers(max_bytes)
         if transport.is_body_complete:
             body = await transport.read_body(max_bytes)
         else:
-            length = self.headers.get(b"content-length", b"")
-            if length.isdigit() and int(length[:20]) > max_bytes:
-                raise _body_too_large_error(max_bytes)
             try:
                 async with asyncio.timeout(self._limits.body_timeout_s):
                     body = await transport.read_body(max_bytes, self.tenant)
@@ -265,6 +261,42 @@ class HttpExchange:
         if len(body) > max_bytes:
             raise _body_too_large_error(max_bytes)
         return body
+
+    async def iter_body(self, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yield the parts of the body as they arrive. Nothing is read from the client while no part is taken.
+
+        Each MiB has to arrive within the time limit of a whole small body.
+
+        Args:
+            max_bytes: Limit on the body instead of that of `read_body`.
+
+        Raises:
+            ApiError: 408, 413 and 415 as in `read_body`.
+            DisconnectedError: The client has disconnected before the end.
+        """
+        self._check_body_headers(max_bytes)
+        limit_s, size = self._limits.body_timeout_s, 0
+        waited_s, waited_bytes = 0.0, 0
+        while True:
+            started_at = time.monotonic()
+            try:
+                async with asyncio.timeout(limit_s - waited_s):
+                    part = await self._transport.read_part()
+            except TimeoutError as error:
+                message = f"Less than 1 MiB of the body arrived in {limit_s:g} s. Send it faster."
+                raise ApiError(408, "request_timeout", message) from error
+            if not part:
+                return
+            size += len(part)
+            if size > max_bytes:
+                raise _body_too_large_error(max_bytes)
+            waited_s, waited_bytes = (
+                waited_s + time.monotonic() - started_at,
+                waited_bytes + len(part),
+            )
+            if waited_bytes >= LARGE_BODY_BYTES:
+                waited_s, waited_bytes = 0.0, 0
+            yield part
 
     async def parse_body(self, body: bytes, parse: Callable[[bytes], T]) -> T:
         """Return what `parse` makes of the body. Raises as `parse` does.
@@ -284,10 +316,18 @@ class HttpExchange:
         finally:
             self._transport.count_body_bytes(-len(body))
 
-    def _check_encoding(self) -> None:
-        if self.headers[b"content-encoding"].lower() not in {b"identity", b""}:
-            message = "Compressed bodies are not supported. Send uncompressed JSON."
+    def _check_body_headers(self, max_bytes: int) -> None:
+        if self.headers.get(b"content-encoding", b"").lower() not in {b"identity", b""}:
+            message = "Compressed bodies are not supported. Send an uncompressed one."
             raise ApiError(415, "unsupported_encoding", message)
+        if (self.body_length or 0) > max_bytes:
+            raise _body_too_large_error(max_bytes)
+
+    @property
+    def body_length(self) -> int | None:
+        """Length of the body in bytes as the client announced it; None if it did not."""
+        length = self.headers.get(b"content-length", b"")
+        return int(length[:20]) if length.isdigit() else None
 
     def listen_for_disconnect(self, callback: Callable[[], object]) -> DisconnectListener:
         """Call `callback` when the client disconnects, until the returned listener is cancelled."""
@@ -314,16 +354,26 @@ class HttpExchange:
         if len(body) <= MAX_PIECE_BYTES:
             self._transport.send_response(status, self._build_headers(status, headers), body)
         else:
-            await self._send_in_pieces(status, self._build_headers(status, headers), body)
+            await self._send_in_pieces(status, headers, _cut_pieces(body))
         self.response_complete = True
 
-    async def _send_in_pieces(self, status: int, headers: Headers, body: bytes) -> None:
+    async def send_parts(
+        self, status: int, parts: AsyncIterator[bytes], length: int, content_type: bytes
+    ) -> None:
+        """Send a response of `length` bytes, whose parts are taken at the client's speed."""
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % length)]
+        await self._send_in_pieces(status, headers, parts)
+        self.response_complete = True
+
+    async def _send_in_pieces(
+        self, status: int, headers: Headers, pieces: AsyncIterator[bytes]
+    ) -> None:
         """Send the body at the client's speed, since buffering it for thousands of slow clients costs memory."""
-        self._transport.start_sized_response(status, headers)
+        self._transport.start_sized_response(status, self._build_headers(status, headers))
         try:
-            for start in range(0, len(body), MAX_PIECE_BYTES):
+            async for piece in pieces:
                 await self._wait_writable()
-                self._transport.write_nowait(body[start : start + MAX_PIECE_BYTES])
+                self._transport.write_nowait(piece)
         except BaseException:
             self.abort()  # an error response cannot replace the rest of the body
             raise
@@ -536,6 +586,11 @@ def _translate_writes(
             write(translated)
 
     return write_translated
+
+
+async def _cut_pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), MAX_PIECE_BYTES):
+        yield body[start : start + MAX_PIECE_BYTES]
 
 
 def _body_too_large_error(max_bytes: int) -> ApiError:

@@ -75,6 +75,14 @@ class ResponseTransport:
         """
         return b""
 
+    async def read_part(self) -> bytes:
+        """Return what has arrived of the body since the last call, after waiting for some; empty at its end.
+
+        Raises:
+            DisconnectedError: The client has disconnected before the end.
+        """
+        return b""
+
     def count_body_bytes(self, byte_count: int) -> None:
         """Count bytes, which may be negative, of a body that was read and is not parsed yet as bytes in transit."""
 

@@ -97,6 +97,8 @@ _MEANINGS = {
         "bad_http": "The bytes are not an HTTP/1 request. HTTP/2, TLS on a plain port and the PROXY protocol are"
         " named in the message, and so is an invalid `Host` or `Transfer-Encoding` header. The connection is closed.",
         "invalid_json": "The body is not valid JSON.",
+        "invalid_form": "The body is not a valid form (`multipart/form-data`) with one file.",
+        "invalid_upload": "The upload was completed or cancelled, or its parts are not the file that was announced.",
         "missing_required_parameter": "A required parameter is missing; `param` names it.",
         "invalid_type": "A parameter has the wrong type; `param` names it.",
         "invalid_value": "A parameter is out of range or unknown; `param` names it.",
@@ -178,6 +180,7 @@ _MEANINGS = {
         "idempotency_key_in_use": "The first request with this idempotency key is still running. Retry later.",
         "conflict": "The admin request conflicts with existing data: a name is taken, a key is revoked or a project"
         " is archived.",
+        "file_in_use": "A batch or job needs the file. Cancel it, or wait for its end.",
         "other_fleet": "Between controller and gateway: the gateway belongs to another fleet. Check `fleet` in its"
         " settings.",
         "stale_version": "Between controller and gateway: the gateway has a later version of the pools. Another"
@@ -189,13 +192,17 @@ _MEANINGS = {
     413: {
         "request_too_large": "The body is too large, the request can never fit a limit, or a non-streaming response"
         " exceeds 64 MiB.",
-        "storage_quota_exceeded": "The project would store more bytes of responses and conversations than it may. The"
-        " message has both numbers. Delete some, send `store` as false, or have the limit on `stored_bytes` raised.",
+        "storage_quota_exceeded": "The project would store more bytes of responses, conversations and files than it"
+        " may. The message has both numbers. Delete some, send `store` as false, or have the limit on `stored_bytes`"
+        " raised.",
     },
     415: {
         "unsupported_encoding": "Compressed bodies are not accepted.",
         "unsupported_media_type": "A body for the admin API or `/drain` needs the header `Content-Type:"
         " application/json`.",
+    },
+    416: {
+        "range_not_satisfiable": "The file ends before the range of the header `Range`.",
     },
     421: {
         "host_not_allowed": "The settings have no console under this host name. Add it to `console.allowed_hosts`.",
@@ -225,6 +232,7 @@ _MEANINGS = {
         "engine_error": "The engine failed on this request.",
     },
     501: {
+        "no_blob_store": "The gateway keeps no files. Set `store.blobs` to a folder or a URL that all gateways share.",
         "not_implemented": "The path is that of another API's function that the gateway does not have, such as"
         " Ollama's management of models.",
     },
@@ -251,10 +259,13 @@ _MEANINGS = {
         "signing_keys_missing": "The keys that verify tokens have not been fetched yet.",
         "ledger_full": "Usage can be recorded neither in the store nor on disk.",
         "issuer_unavailable": "The issuer for signing in to the console cannot be reached.",
-        "store_unavailable": "The admin API cannot reach the store.",
+        "store_unavailable": "The store, or the place of the contents of files, cannot be reached.",
     },
     504: {
         "deadline_exceeded": "`timeout_s` ended before the response began.",
+    },
+    507: {
+        "storage_full": "The server has no space for the file. Its operator has to free some.",
     },
 }
 

@@ -61,7 +61,9 @@ class Operation(msgspec.Struct, frozen=True):
     """Type of the successful response by media type, or its schema as a dict."""
     errors: Mapping[str, str] = {}
     """Descriptions of errors by status."""
-    body: type | None = None
+    body: type | Mapping[str, Any] | None = None
+    """Type of the body, or its schema as a dict."""
+    body_media_type: str = JSON_MEDIA_TYPE
     is_body_optional: bool = False
     refuses_unknown_fields: bool = False
     """Whether unknown fields of the body are errors, also by default."""
@@ -77,7 +79,7 @@ def json_operation(
     operation_id: str,
     response: Any,  # noqa: ANN401 - any type that msgspec knows, or a schema
     errors: Mapping[str, str],
-    body: type | None = None,
+    body: type | Mapping[str, Any] | None = None,
     *,
     stream: str | None = None,
     **options: Any,  # noqa: ANN401 - the other fields of `Operation`
@@ -148,7 +150,7 @@ def render_openapi(
     refs, schemas = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
     refs_by_type: dict[Any, dict[str, Any]] = dict(zip(types, refs, strict=True))
     for _, _, operation in routes:
-        if operation.body is not None and not operation.refuses_unknown_fields:
+        if isinstance(operation.body, type) and not operation.refuses_unknown_fields:
             _allow_unknown_fields(refs_by_type[operation.body], schemas)
     paths: dict[str, dict[str, Any]] = {}
     for path, method, operation in routes:
@@ -177,7 +179,7 @@ def _allow_unknown_fields(schema: Mapping[str, Any], schemas: Mapping[str, Any])
 def _described_types(operations: Iterable[Operation]) -> Iterable[Any]:
     yield ErrorBody
     for operation in operations:
-        if operation.body is not None:
+        if isinstance(operation.body, type):
             yield operation.body
         yield from (each for each in operation.content.values() if not isinstance(each, dict))
 
@@ -196,7 +198,8 @@ def _describe(
         responses[status] = {"description": description, "content": error_content}
     described: dict[str, Any] = {"operationId": operation.id, "responses": responses}
     if operation.body is not None:
-        body = {JSON_MEDIA_TYPE: {"schema": refs[operation.body]}}
+        schema = refs[operation.body] if isinstance(operation.body, type) else operation.body
+        body = {operation.body_media_type: {"schema": schema}}
         described["requestBody"] = {"required": not operation.is_body_optional, "content": body}
     parameters = [_path_parameter(name) for name, _ in _PARAMETER.findall(path)]
     parameters += [] if operation.query is None else _query_parameters(operation.query)

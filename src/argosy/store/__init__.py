@@ -3,10 +3,11 @@
 `Store` opens a database by URL. Its `accounts`, `limits_and_prices`, `adapters`, `prompts`, `quality`, `flags` and
 `replica_settings` change records in audited transactions, and `load_snapshot` reads all of them as one
 `AccountSnapshot` that gateways hold in memory. Its `ledger` adds, sums and rolls up usage records. Its `responses` and
-`conversations` hold the state of the Responses API, within the bounds that `stored_bytes` keeps. Its `fleets` hold
-declared fleets: revisions, events, and the lease of the leading controller. A `UsageLog` holds usage on the gateway's
-disk until the ledger has it, so no request waits for the database. Separate from the store, a `QuotaBackend` counts
-limits across gateways and an `IdempotencyStore` holds the responses of repeatable requests.
+`conversations` hold the state of the Responses API, and its `files` what clients upload, within the bounds that
+`stored_bytes` keeps. Its `fleets` hold declared fleets: revisions, events, and the lease of the leading controller. A
+`UsageLog` holds usage on the gateway's disk until the ledger has it, so no request waits for the database. Separate
+from the store, a `QuotaBackend` counts limits across gateways and an `IdempotencyStore` holds the responses of
+repeatable requests.
 """
 
 from argosy.store.accounts import Accounts
@@ -23,12 +24,21 @@ from argosy.store.database import limit_query_time, sqlite_path, sqlite_url
 from argosy.store.erasure import ErasedProject, Erasure
 from argosy.store.errors import (
     ConflictError,
+    FileInUseError,
     HistoryTooLongError,
     NotFoundError,
     QueryTimeoutError,
     StorageQuotaError,
     StoreError,
     StoreUnavailableError,
+    UploadError,
+)
+from argosy.store.file_store import (
+    NEVER,
+    FileStore,
+    StoredFile,
+    StoredUpload,
+    WrittenBlob,
 )
 from argosy.store.flags import Flags
 from argosy.store.fleet_store import (
@@ -140,6 +150,7 @@ from argosy.store.retention import RetentionKind, RetentionRule, RetentionRules
 from argosy.store.store import (
     Store,
     StoreConfig,
+    default_blob_folder,
     default_store_url,
     open_existing_store,
     open_memory_store,

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Table, delete, func, insert, or_, select, 
 from argosy.store import schema
 from argosy.store.api_keys import hash_key
 from argosy.store.database import Database
+from argosy.store.file_store import FileStore
 from argosy.store.item_table import DELETION_BATCH_ROWS, delete_with_items
 from argosy.store.ledger import Ledger
 from argosy.store.record_tables import begin_transaction
@@ -33,6 +34,7 @@ class ErasedProject(msgspec.Struct, frozen=True, kw_only=True):
 
     responses: int = 0
     conversations: int = 0
+    files: int = 0
     requests: int = 0
     """Single requests of the ledger without their key, user and requested model, or rolled up to sums."""
     remaining_requests: int = 0
@@ -58,10 +60,12 @@ class Erasure:
         clock: Callable[[], float],
         stored_bytes: StoredBytes,
         ledger: Ledger,
+        files: FileStore,
     ) -> None:
         self._database = database
         self._clock = clock
         self._stored_bytes = stored_bytes
+        self._files = files
         self._ledger = ledger
 
     def erase_project(self, project: Project, *, actor: str) -> ErasedProject:
@@ -74,6 +78,7 @@ class Erasure:
             owner = ItemOwner(project.organisation, project.id)
             counts["responses"] = self._erase_stored(schema.responses, owner)
             counts["conversations"] = self._erase_stored(schema.conversations, owner)
+            counts["files"] = self._files.delete_owned(owner)
             with self._database.write_transaction() as connection:
                 is_empty = owner.owns(schema.stored_bytes)
                 connection.execute(delete(schema.stored_bytes).where(is_empty))

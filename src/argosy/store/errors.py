@@ -29,3 +29,11 @@ class StorageQuotaError(ValueError):
 
 class ConflictError(ValueError):
     """The change conflicts with an existing record: a name is taken, a key is revoked or a project is archived."""
+
+
+class FileInUseError(ValueError):
+    """The file cannot be deleted while others need it."""
+
+
+class UploadError(ValueError):
+    """The upload has ended, or its parts are not the file that was announced."""

@@ -76,12 +76,12 @@ class SecretStore:
         self._database = database
         self._clock = clock
 
-    def get_or_create(self, name: str, size_bytes: int) -> bytes:
-        """Return the key with this name. The first call creates it with `size_bytes` random bytes."""
+    def get_or_create(self, name: str, size_bytes: int = 0, *, value: bytes = b"") -> bytes:
+        """Return the key with this name. The first call creates it with `value`, or `size_bytes` random bytes."""
         table = schema.secrets
         row = {
             "name": name,
-            "value": secrets.token_bytes(size_bytes),
+            "value": value or secrets.token_bytes(size_bytes),
             "created_at": self._clock(),
         }
         with self._database.write_transaction() as connection:

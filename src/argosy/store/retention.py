@@ -10,13 +10,14 @@ from sqlalchemy import delete, select
 
 from argosy.store import schema
 from argosy.store.database import Database, conflict_aware_insert
+from argosy.store.file_store import FileStore
 from argosy.store.item_table import DELETION_BATCH_ROWS, delete_with_items
 from argosy.store.ledger import DAY_S, Ledger
 from argosy.store.record_tables import AccountTransaction, begin_transaction
 from argosy.store.records import Project
 from argosy.store.stored_bytes import ItemOwner, StoredBytes
 
-RetentionKind = Literal["usage", "responses", "samples"]
+RetentionKind = Literal["usage", "responses", "samples", "files"]
 MAX_SAMPLE_DAYS = 30
 """Days for which sampled answers are kept, if a project has no rule for fewer."""
 MAX_KEEP_DAYS = 36_500
@@ -31,7 +32,7 @@ class RetentionRule(msgspec.Struct, frozen=True, kw_only=True):
     """`usage` are single requests, which become sums by day; `responses` are responses and conversations; `samples` are
     sampled answers."""
     keep_days: int
-    """Days after the end of a request, or the creation of a response or conversation, whatever its use."""
+    """Days after the end of a request, or the creation of a response, conversation or file, whatever its use."""
 
 
 class RetentionRules:
@@ -43,10 +44,12 @@ class RetentionRules:
         clock: Callable[[], float],
         stored_bytes: StoredBytes,
         ledger: Ledger,
+        files: FileStore,
     ) -> None:
         self._database = database
         self._clock = clock
         self._stored_bytes = stored_bytes
+        self._files = files
         self._ledger = ledger
 
     def set_rule(self, rule: RetentionRule, *, actor: str) -> None:
@@ -91,13 +94,16 @@ class RetentionRules:
         deleted = self._delete_samples(self._clock() - MAX_SAMPLE_DAYS * DAY_S)
         for row in rows:
             before = self._clock() - row.keep_days * DAY_S
+            owner = ItemOwner(row.organisation, row.project)
             if row.kind == "usage":
                 midnight = before // DAY_S * DAY_S
                 deleted += self._ledger.roll_up_project(row.project, midnight)
             elif row.kind == "samples":
                 deleted += self._delete_samples(before, row.project)
+            elif row.kind == "files":
+                deleted += self._files.delete_owned(owner, before=before)
             else:
-                deleted += self._delete_stored(ItemOwner(row.organisation, row.project), before)
+                deleted += self._delete_stored(owner, before)
         return deleted
 
     def _delete_samples(self, before: float, project: str | None = None) -> int:

@@ -401,13 +401,48 @@ items = Table(
 )
 """Input and output items of responses, and items of conversations, as JSON. `item` is the item's own id."""
 
+files = Table(
+    "files",
+    metadata,
+    *_expiring_record_columns(),
+    *_columns(filename=Text, purpose=Text, media_type=Text, size=BigInteger, sha256=Text),
+    *_columns(holds=Integer),
+    Column("upload", Text),
+    Index("files_owner", "organisation", "owner", "created_at", "id"),
+    Index("files_expires_at", "expires_at"),
+    Index("files_upload", "upload"),
+)
+"""Files of clients, and parts of the uploads that `upload` names. Their contents are in the store of blobs.
+
+`expires_at` is infinite for files that do not expire, and `holds` counts those who need the file.
+"""
+
+uploads = Table(
+    "uploads",
+    metadata,
+    *_expiring_record_columns(),
+    *_columns(status=Text, filename=Text, purpose=Text, media_type=Text, size=BigInteger),
+    Column("lifetime_s", Double),
+    Column("file", Text),
+    Index("uploads_expires_at", "expires_at"),
+)
+"""Files that clients upload in parts. `lifetime_s` is that of the file, and `file` its id once it is complete."""
+
+blob_removals = Table(
+    "blob_removals",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("due_at", Double, nullable=False),
+)
+"""Blobs to delete from a time on: those of deleted files, and those whose file may never be created."""
+
 stored_bytes = Table(
     "stored_bytes",
     metadata,
     *_primary_key(organisation=Text, owner=Text),
     Column("bytes", BigInteger, nullable=False),
 )
-"""Bytes of each owner's responses, conversations and items: their bodies, and a number for each row."""
+"""Bytes of each owner's responses, conversations, items and files: their contents, and a number for each row."""
 
 retention = Table(
     "retention",

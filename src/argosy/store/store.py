@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from sqlalchemy import Connection, Table, delete, func, insert, literal, select
 
+from argosy.blob_store import BlobStore
 from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
@@ -20,9 +21,10 @@ from argosy.store.audit import AuditLog
 from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.content_access import ContentAccess
 from argosy.store.conversation_store import ConversationStore
-from argosy.store.database import Database, parse_url, sqlite_url
+from argosy.store.database import Database, parse_url, sqlite_path, sqlite_url
 from argosy.store.erasure import Erasure
 from argosy.store.errors import ConflictError, StoreError
+from argosy.store.file_store import FileStore
 from argosy.store.flags import Flags
 from argosy.store.fleet_store import FleetStore
 from argosy.store.gateway_registry import GatewayRegistry, SecretStore
@@ -71,7 +73,13 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_stored_bytes_per_project: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = (
         DEFAULT_MAX_STORED_BYTES
     )
-    """Bytes of responses and conversations that a project may keep. Its limit on `stored_bytes` replaces the number."""
+    """Bytes of responses, conversations and files that a project may keep. Its limit on `stored_bytes` replaces the
+    number."""
+    blobs: str | None = None
+    """Contents of files: the absolute path of a folder, or a URL such as `s3://bucket/prefix`, that all gateways of the
+    store share. By default a folder beside an SQLite file. With PostgreSQL, files need it."""
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 512 * 1024 * 1024
+    """Maximum size of a file."""
 
 
 class Store:
@@ -86,6 +94,7 @@ class Store:
         database: Database,
         clock: Callable[[], float],
         max_stored_bytes: int = DEFAULT_MAX_STORED_BYTES,
+        blobs: BlobStore | None = None,
     ) -> None:
         self._database = database
         self._clock = clock
@@ -103,8 +112,10 @@ class Store:
         self.gateways = GatewayRegistry(database, clock)
         self.stored_bytes = StoredBytes(database, max_stored_bytes)
         self.responses = ResponseStore(database, clock, self.stored_bytes)
-        self.erasure = Erasure(database, clock, self.stored_bytes, self.ledger)
-        self.retention = RetentionRules(database, clock, self.stored_bytes, self.ledger)
+        self.files = FileStore(database, clock, self.stored_bytes, blobs)
+        kept = self.stored_bytes, self.ledger, self.files
+        self.erasure = Erasure(database, clock, *kept)
+        self.retention = RetentionRules(database, clock, *kept)
         self.content_access = ContentAccess(database, clock)
         self.conversations = ConversationStore(database, clock, self.stored_bytes)
         self.secrets = SecretStore(database, clock)
@@ -212,6 +223,7 @@ def open_store(
     *,
     clock: Callable[[], float] = time.time,
     max_stored_bytes: int = DEFAULT_MAX_STORED_BYTES,
+    blobs: BlobStore | None = None,
 ) -> Store:
     """Open the store at a URL. Creates an SQLite file that does not exist. Call `migrate` before anything else.
 
@@ -219,11 +231,12 @@ def open_store(
         url: `sqlite:///path` or `postgresql://user:password@host:port/database`.
         clock: Source of seconds since the epoch.
         max_stored_bytes: Bytes that a project without a limit of its own may store.
+        blobs: Contents of files; None for a process that reads and writes none.
 
     Raises:
         StoreError: The URL is not valid or the database cannot be used.
     """
-    return Store(Database(url), clock, max_stored_bytes)
+    return Store(Database(url), clock, max_stored_bytes, blobs)
 
 
 def open_existing_store(url: str) -> Store:
@@ -247,6 +260,12 @@ def default_store_url() -> str:
         raise StoreError(
             f"There is no folder for a store: {error}, or give the URL of a database."
         ) from error
+
+
+def default_blob_folder(url: str) -> str | None:
+    """Return the folder for contents of files beside an SQLite file, or None for another database."""
+    path = sqlite_path(url)
+    return None if path is None else str(Path(f"{path}.files").absolute())
 
 
 def usage_log_folder(url: str) -> Path:

@@ -21,7 +21,7 @@ _totals, _limits = schema.stored_bytes.c, schema.limits.c
 
 
 class ItemOwner(NamedTuple):
-    """Tenant to which responses, conversations and their items belong."""
+    """Tenant to which responses, conversations with their items, and files belong."""
 
     organisation: str
     owner: str
@@ -104,9 +104,9 @@ class StoredBytes:
         limit = self._default_limit if limit is None else limit
         if stored + needed > limit:
             raise StorageQuotaError(
-                f"The project stores {stored:,} bytes of responses and conversations, and may store {limit:,}. This"
-                f" request needs {needed:,} more. Delete some with DELETE /v1/responses/ID or /v1/conversations/ID,"
-                " send 'store': false, or have the limit on stored_bytes raised."
+                f"The project stores {stored:,} bytes of responses, conversations and files, and may store {limit:,}."
+                f" This request needs {needed:,} more. Delete some with DELETE /v1/responses/ID, /v1/conversations/ID"
+                " or /v1/files/ID, send 'store': false, or have the limit on stored_bytes raised."
             )
 
 

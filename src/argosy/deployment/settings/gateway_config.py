@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from argosy.blob_store import check_location
 from argosy.deployment.settings.adapter_config import AdapterConfig, resolve_adapters
 from argosy.deployment.settings.alerting_config import AlertingConfig, find_alerting_problems
 from argosy.deployment.settings.auth_config import AuthConfig, ConsoleConfig
@@ -464,6 +465,11 @@ def find_contradictions(
             parse_endpoint(config.advertise_url)
         except ValueError as error:
             yield SettingError(f"advertise_url: {error}", ("advertise_url",), problem=str(error))
+    if config.store is not None and config.store.blobs is not None:
+        try:
+            check_location(config.store.blobs)
+        except ValueError as error:
+            yield SettingError.at(("store", "blobs"), str(error))
     if config.store is None and config.limits.redis is not None:
         yield SettingError(
             "limits.redis shares the limits of accounts, which need a store. Add `store`, or remove limits.redis.",

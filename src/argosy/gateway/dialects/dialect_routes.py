@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 from argosy.gateway.dialects.anthropic_handlers import AnthropicHandlers
@@ -13,6 +15,14 @@ from argosy.gateway.dialects.conversation_handlers import (
     UpdateConversationRequest,
 )
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, RESPONSES
+from argosy.gateway.dialects.file_handlers import (
+    FILE_FORM,
+    PART_FORM,
+    CompleteUploadRequest,
+    CreateUploadRequest,
+    FileHandlers,
+    FilePageQuery,
+)
 from argosy.gateway.dialects.ollama_handlers import ModelHandler, OllamaHandlers
 from argosy.gateway.dialects.response_state import ResponseState
 from argosy.gateway.dialects.responses_handlers import ResponsesHandlers, open_responses_session
@@ -46,6 +56,7 @@ from argosy.protocol.dialects import (
     ResponsesRequest,
 )
 
+_Reserve = Callable[[HttpExchange, Principal], AbstractAsyncContextManager[None]]
 _OBJECT = {"type": "object"}
 _TEXT = {"type": "string"}
 _ANTHROPIC_ERROR = {
@@ -65,6 +76,11 @@ _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error"
 _STATE_ERRORS = UTILITY_ERRORS | {
     "404": "It does not exist, belongs to another tenant, or the gateway has no store.",
     "503": "The store cannot be reached. Retry after `Retry-After` seconds.",
+}
+_FILE_ERRORS = _STATE_ERRORS | {
+    "409": "The file is in use.",
+    "501": "The gateway has no place for contents of files.",
+    "507": "There is no space for the file.",
 }
 _UNSUPPORTED_PATHS = ("push", "create", "copy", "delete")
 
@@ -113,6 +129,7 @@ def build_dialect_routes(
     return [
         *_build_responses_routes(responses),
         *_build_state_routes(state, stored, ConversationHandlers(state), chats),
+        *_build_file_routes(state, FileHandlers(state)),
         *_build_anthropic_routes(anthropic),
         *_build_ollama_routes(ollama),
     ]
@@ -193,14 +210,56 @@ def _build_state_routes(
     def limit(handler: Handler) -> Handler:
         # A stream of events may last, so its handler takes slots itself.
         reserve = state.count_request if handler == stored.retrieve else state.reserve_request
-
-        async def handle(exchange: HttpExchange, principal: Principal) -> None:
-            async with reserve(exchange, principal):
-                await handler(exchange, principal)
-
-        return handle
+        return _reserve_first(reserve, handler)
 
     return [HttpRoute(method, path, limit(handler), each) for method, path, handler, each in rows]
+
+
+def _reserve_first(reserve: _Reserve, handler: Handler) -> Handler:
+    async def handle(exchange: HttpExchange, principal: Principal) -> None:
+        async with reserve(exchange, principal):
+            await handler(exchange, principal)
+
+    return handle
+
+
+def _build_file_routes(state: ResponseState, files: FileHandlers) -> list[HttpRoute]:
+    """Return the routes of files and uploads. Requests count against the limits of requests."""
+    describe = partial(json_operation, response=_OBJECT, errors=_FILE_ERRORS)
+    form = partial(describe, body_media_type="multipart/form-data")
+    file, upload = "/v1/files/{id}", "/v1/uploads/{id}"
+    content = {"application/octet-stream": _TEXT}
+    ranges = {"416": "The file ends before the range."}
+    rows: list[tuple[str, str, Handler, Operation]] = [
+        ("POST", "/v1/files", files.create, form("createFile", body=FILE_FORM)),
+        ("GET", "/v1/files", files.list_files, describe("listFiles", query=FilePageQuery)),
+        ("GET", file, files.get, describe("getFile")),
+        ("DELETE", file, files.delete, describe("deleteFile")),
+        (
+            "GET",
+            f"{file}/content",
+            files.download,
+            Operation("downloadFile", content, _FILE_ERRORS | ranges),
+        ),
+        (
+            "POST",
+            "/v1/uploads",
+            files.create_upload,
+            describe("createUpload", body=CreateUploadRequest),
+        ),
+        ("POST", f"{upload}/parts", files.add_part, form("addUploadPart", body=PART_FORM)),
+        (
+            "POST",
+            f"{upload}/complete",
+            files.complete_upload,
+            describe("completeUpload", body=CompleteUploadRequest),
+        ),
+        ("POST", f"{upload}/cancel", files.cancel_upload, describe("cancelUpload")),
+    ]
+    return [
+        HttpRoute(method, path, _reserve_first(state.count_request, handler), operation)
+        for method, path, handler, operation in rows
+    ]
 
 
 def _build_anthropic_routes(anthropic: AnthropicHandlers) -> list[HttpRoute]:

@@ -8,7 +8,7 @@ import contextlib
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
+from argosy.blob_store import BlobStoreError, BlobStoreFullError
 from argosy.deployment import ContentRule
 from argosy.gateway.content_session import ContentSession
 from argosy.gateway.event_loop import TenantSlots
@@ -30,6 +31,7 @@ from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError, JsonObject
 from argosy.protocol.dialects import ReasoningCipher
 from argosy.store import (
+    FileInUseError,
     HistoryTooLongError,
     IdempotencyStore,
     ItemOwner,
@@ -38,6 +40,7 @@ from argosy.store import (
     Store,
     StoredResponse,
     StoreError,
+    UploadError,
 )
 
 T = TypeVar("T")
@@ -83,6 +86,7 @@ class ResponseState:
         idempotency_store: Idempotency keys of background responses; None to ignore keys.
         limits: Limits that requests for stored responses and conversations count against; None for none.
         models: The models, whose content rules say how items are stored; None to store them as they are.
+        max_file_bytes: Maximum size of a file.
     """
 
     def __init__(
@@ -92,7 +96,9 @@ class ResponseState:
         idempotency_store: IdempotencyStore | None = None,
         limits: LimitFilter | None = None,
         models: ModelRouter | None = None,
+        max_file_bytes: int = 0,
     ) -> None:
+        self.max_file_bytes = max_file_bytes
         self._store = store
         self._models = models
         self._limits = limits
@@ -140,21 +146,41 @@ class ResponseState:
         """Call a method of the store in a thread.
 
         Raises:
-            ApiError: 404 if a record does not exist, 413 if a conversation is too long or the tenant stores too much,
-                503 if the store cannot be used.
+            ApiError: As `translate_errors` does, also if the store does not respond.
         """
-        try:
+        with self.translate_errors():
             async with asyncio.timeout(STORE_TIMEOUT_S):
                 return await run_in_daemon_thread(lambda: function(*arguments, **options))
+
+    @contextlib.contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Answer errors of the store.
+
+        Raises:
+            ApiError: 404 if a record does not exist, 409 if a file is in use, 413 if a conversation is too long or the
+                tenant stores too much, 400 if an upload has ended, 507 without space, 503 if the store cannot be used.
+        """
+        try:
+            yield
         except NotFoundError as error:
             raise ApiError(404, "not_found", str(error)) from error
+        except FileInUseError as error:
+            raise ApiError(409, "file_in_use", str(error)) from error
+        except UploadError as error:
+            raise ApiError(400, "invalid_upload", str(error)) from error
         except HistoryTooLongError as error:
             raise ApiError(413, "request_too_large", str(error)) from error
         except StorageQuotaError as error:
             raise ApiError(413, STORAGE_QUOTA_EXCEEDED, str(error)) from error
-        except (StoreError, TimeoutError) as error:
+        except BlobStoreFullError as error:
+            log.warning("blob_store_full", reason=str(error))
+            message = (
+                "The server has no space for the file. Try again when its operator has freed some."
+            )
+            raise ApiError(507, "storage_full", message) from error
+        except (BlobStoreError, StoreError, TimeoutError) as error:
             log.warning("response_store_failed", reason=str(error) or "the store does not respond")
-            message = "Stored responses cannot be reached at the moment. Try again shortly."
+            message = "What is stored cannot be reached at the moment. Try again shortly."
             raise ApiError(
                 503, "store_unavailable", message, retry_after_s=RETRY_AFTER_S
             ) from error
@@ -309,7 +335,7 @@ class ResponseState:
         return {"stored_bytes": self._stored_bytes}
 
     async def maintain_forever(self) -> None:
-        """Delete expired responses and conversations, give their space back, and read what tenants store.
+        """Delete expired responses, conversations and files, give their space back, and read what tenants store.
 
         Runs until it is cancelled.
         """
@@ -320,6 +346,9 @@ class ResponseState:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             await self._repeat(store.responses.delete_expired)
             await self._repeat(store.conversations.delete_expired)
+            await self._repeat(store.files.delete_expired)
+            if store.files.has_blobs:
+                await self._repeat(store.files.remove_blobs)
             await self._repeat(store.give_back_space)
 
     @staticmethod
@@ -328,7 +357,7 @@ class ResponseState:
         try:
             while await run_in_daemon_thread(step):
                 pass
-        except StoreError as error:
+        except (StoreError, BlobStoreError) as error:
             log.warning("response_expiry_failed", reason=str(error))
 
     def _read_stored_bytes(self) -> None:
