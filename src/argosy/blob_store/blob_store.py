@@ -72,7 +72,7 @@ class DigestedStream:
         self._hash = hashlib.sha256()
         self._size = 0
         self.error: BaseException | None = None
-        """What the stream has raised."""
+        """Exception that the stream has raised."""
 
     def __iter__(self) -> Iterator[bytes]:
         try:

@@ -82,7 +82,7 @@ class FolderBlobStore:
         while True:
             file = open(new, "wb", opener=_open_private)  # noqa: SIM115 - the caller closes it
             fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file.fileno()).st_nlink:  # nobody has deleted it before it was locked
+            if os.fstat(file.fileno()).st_nlink:  # it was not deleted before it was locked
                 return file
             file.close()
 

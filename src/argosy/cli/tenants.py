@@ -56,10 +56,10 @@ OrganisationArgument = Annotated[
 ]
 ProjectArgument = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
 RetentionKindOption = Annotated[
-    Literal["usage", "responses", "samples"],
+    Literal["usage", "responses", "samples", "files"],
     typer.Option(
         help="usage: single requests, which become sums by day. responses: responses and conversations."
-        " samples: sampled answers."
+        " samples: sampled answers. files: files that no batch or job needs."
     ),
 ]
 WeightOption = Annotated[

@@ -61,7 +61,7 @@ class Operation(msgspec.Struct, frozen=True):
     """Type of the successful response by media type, or its schema as a dict."""
     errors: Mapping[str, str] = {}
     """Descriptions of errors by status."""
-    body: type | Mapping[str, Any] | None = None
+    body: type | dict[str, Any] | None = None
     """Type of the body, or its schema as a dict."""
     body_media_type: str = JSON_MEDIA_TYPE
     is_body_optional: bool = False
@@ -79,7 +79,7 @@ def json_operation(
     operation_id: str,
     response: Any,  # noqa: ANN401 - any type that msgspec knows, or a schema
     errors: Mapping[str, str],
-    body: type | Mapping[str, Any] | None = None,
+    body: type | dict[str, Any] | None = None,
     *,
     stream: str | None = None,
     **options: Any,  # noqa: ANN401 - the other fields of `Operation`
@@ -150,7 +150,11 @@ def render_openapi(
     refs, schemas = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
     refs_by_type: dict[Any, dict[str, Any]] = dict(zip(types, refs, strict=True))
     for _, _, operation in routes:
-        if isinstance(operation.body, type) and not operation.refuses_unknown_fields:
+        if not (
+            operation.body is None
+            or isinstance(operation.body, dict)
+            or operation.refuses_unknown_fields
+        ):
             _allow_unknown_fields(refs_by_type[operation.body], schemas)
     paths: dict[str, dict[str, Any]] = {}
     for path, method, operation in routes:
@@ -179,7 +183,7 @@ def _allow_unknown_fields(schema: Mapping[str, Any], schemas: Mapping[str, Any])
 def _described_types(operations: Iterable[Operation]) -> Iterable[Any]:
     yield ErrorBody
     for operation in operations:
-        if isinstance(operation.body, type):
+        if not (operation.body is None or isinstance(operation.body, dict)):
             yield operation.body
         yield from (each for each in operation.content.values() if not isinstance(each, dict))
 
@@ -198,7 +202,7 @@ def _describe(
         responses[status] = {"description": description, "content": error_content}
     described: dict[str, Any] = {"operationId": operation.id, "responses": responses}
     if operation.body is not None:
-        schema = refs[operation.body] if isinstance(operation.body, type) else operation.body
+        schema = operation.body if isinstance(operation.body, dict) else refs[operation.body]
         body = {operation.body_media_type: {"schema": schema}}
         described["requestBody"] = {"required": not operation.is_body_optional, "content": body}
     parameters = [_path_parameter(name) for name, _ in _PARAMETER.findall(path)]

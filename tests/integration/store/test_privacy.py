@@ -29,6 +29,9 @@ CANARY = "canary-7f3a"
 DAY = 86_400.0
 BOUNDED_BY_TIME = {
     "conversations": "store.keep_responses_days after the last use",
+    "blob_removals": "a day, until a gateway has deleted the blob",
+    "files": "their expiry, or until they are deleted, within stored_bytes",
+    "uploads": "an hour",
     "items": "with their response or conversation",
     "responses": "store.keep_responses_days after the last use",
     "console_sessions": "their lifetime, at the next sign-in",

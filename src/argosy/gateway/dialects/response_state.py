@@ -157,8 +157,8 @@ class ResponseState:
         """Answer errors of the store.
 
         Raises:
-            ApiError: 404 if a record does not exist, 409 if a file is in use, 413 if a conversation is too long or the
-                tenant stores too much, 400 if an upload has ended, 507 without space, 503 if the store cannot be used.
+            ApiError: 404 if a record does not exist. 409 if a file is in use. 400 if an upload has ended. 413 if a
+                conversation is too long, or the tenant stores too much. 507 without space. 503 if the store fails.
         """
         try:
             yield
