@@ -113,6 +113,7 @@ EXHAUSTIVE = {
 """Pages that start many processes. Faster tests of the same subjects are in the default tier."""
 NEED_A_SERVER = {
     "add-vllm-or-sglang.md",
+    "files.md",
     "long-streams.md",
     "prefix-cache.md",
     "notices.md",

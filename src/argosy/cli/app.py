@@ -23,6 +23,7 @@ from argosy.cli import (
     doctor,
     embed,
     explain,
+    files,
     flags,
     fleet,
     fleet_logs,
@@ -110,7 +111,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "drift": incidents.drift,
         "render": render.app,
     },
-    "Requests": {"chat": chat.chat, "embed": embed.embed, "batch": batch.app},
+    "Requests": {"chat": chat.chat, "embed": embed.embed, "batch": batch.app, "files": files.app},
     "Accounts": {
         "usage": usage.app,
         "audit": audit.audit,

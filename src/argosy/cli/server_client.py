@@ -105,12 +105,16 @@ def error_message(body: bytes) -> str:
 
 
 def send_json(
-    client: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None
+    client: httpx2.Client,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    **options: Any,  # noqa: ANN401 - those of httpx2
 ) -> dict[str, Any]:
     """Return the JSON object that the server answers. An error ends the command."""
     import msgspec
 
-    response = client.request(method, path, json=body)
+    response = client.request(method, path, json=body, **options)
     if response.status_code != 200:
         fail(error_message(response.content))
     try:

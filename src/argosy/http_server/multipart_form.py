@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Iterator
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from argosy.http_server.http_exchange import HttpExchange
 from argosy.protocol import ApiError, invalid_request
 
 MAX_PARTS = 20
@@ -20,10 +19,10 @@ logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs what
 
 
 class MultipartForm:
-    """Form of one request.
+    """Form of one request. Parse it in a thread: a body can be such that each of its bytes costs time.
 
     Args:
-        exchange: The request.
+        content_type: Content type of the request.
         file_field: Name of the field with the file.
         max_file_bytes: Maximum size of the file.
 
@@ -31,8 +30,8 @@ class MultipartForm:
         ApiError: 400 if the body is no form.
     """
 
-    def __init__(self, exchange: HttpExchange, file_field: str, max_file_bytes: int) -> None:
-        media_type, options = parse_options_header(exchange.get_header(b"content-type"))
+    def __init__(self, content_type: str, file_field: str, max_file_bytes: int) -> None:
+        media_type, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if media_type != b"multipart/form-data" or not boundary:
             raise _form_error("Send the file in a form, with Content-Type: multipart/form-data.")
@@ -42,7 +41,8 @@ class MultipartForm:
         """Name of the file without folders, or None if the client gave none."""
         self.media_type = "application/octet-stream"
         """Content type of the file, as the client gave it."""
-        self._exchange = exchange
+        self.max_body_bytes = max_file_bytes + MAX_FORM_BYTES
+        """Maximum size of the body of the request."""
         self._file_field = file_field
         self._max_file_bytes = max_file_bytes
         self._file_bytes = 0
@@ -73,14 +73,13 @@ class MultipartForm:
         except FormParserError as error:
             raise _form_error(f"The boundary of the form is invalid ({error}).") from error
 
-    async def iter_file(self) -> AsyncIterator[bytes]:
-        """Yield the file as it arrives, and parse the fields before and after it.
+    def iter_file(self, body: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the file as its body arrives, and parse the fields before and after it.
 
         Raises:
-            ApiError: 400 if the form is invalid or has no such file, 413 if it is too large, or as `iter_body` does.
-            DisconnectedError: The client has disconnected before the end.
+            ApiError: 400 if the form is invalid or has no such file, 413 if the file is too large.
         """
-        async for part in self._exchange.iter_body(self._max_file_bytes + MAX_FORM_BYTES):
+        for part in body:
             try:
                 self._parser.write(part)
             except FormParserError as error:

@@ -173,3 +173,15 @@ async def test_snapshot_that_was_read_before_a_decision_does_not_undo_it(tmp_pat
         assert state() == "active"
         router.apply_decision(cordoned, before)  # arrives after the other gateway's decision
         assert state() == "active"
+
+
+async def test_gateway_with_another_place_for_files_does_not_start(tmp_path: Path) -> None:
+    async def start(folder: str) -> None:
+        store = StoreConfig(url=f"sqlite:///{tmp_path}/argosy.db", blobs=str(tmp_path / folder))
+        await (await AccountingService.open(store)).close()
+
+    await start("one")
+    await start("one")
+    with pytest.raises(ValueError, match=r"store\.blobs is .*/two, but other gateways"):
+        await start("two")
+    await start("one")

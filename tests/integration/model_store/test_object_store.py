@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from tests.support.small_models import (
 from tests.support.waiting import wait_for
 
 from argosy.backup import BackupTarget, check_backup, create_backup, delete_old_backups
+from argosy.blob_store import BlobNotFoundError, open_blob_store
 from argosy.model_store import (
     MANIFEST_FILE,
     ModelStore,
@@ -217,3 +219,26 @@ def _is_healthy(url: str) -> bool:
     with suppress(URLError, OSError), urlopen(url, timeout=5):  # noqa: S310 - loopback
         return True
     return False
+
+
+def test_blobs_are_objects(bucket: S3Store) -> None:
+    blobs, content = open_blob_store("s3://models/files"), os.urandom(12 << 20)
+
+    def cut() -> Iterator[bytes]:
+        yield content
+        raise EOFError
+
+    stored = blobs.put("a/b/c", (content[at : at + 100_000] for at in range(0, 12 << 20, 100_000)))
+    assert stored == (hashlib.sha256(content).hexdigest(), len(content))
+    assert b"".join(blobs.open("a/b/c")) == content
+    assert b"".join(blobs.open("a/b/c", 3, 9_000_000)) == content[3:9_000_000]
+    with pytest.raises(EOFError):
+        blobs.put("a/b/d", cut())
+    blobs.put("a/b/empty", [])
+    assert list(blobs.open("a/b/empty")) in ([], [b""])
+    listed = {each["path"] for batch in bucket.list("files/") for each in batch}
+    assert listed == {"files/a/b/c", "files/a/b/empty"}
+    for _ in range(2):
+        blobs.delete("a/b/c")
+    with pytest.raises(BlobNotFoundError):
+        blobs.open("a/b/c")

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 CONSOLE_PREFIX = "/console/"
-PLAYGROUND_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models")
-"""Routes of the API that the playground may call with a session."""
+PLAYGROUND_PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
+    *("/v1/files", "/v1/files/{id}"),
+)
+"""Routes of the API that the playground and the page of files may call with a session."""
 
 DOCUMENT = "index.html"
 _MEDIA_TYPES = {

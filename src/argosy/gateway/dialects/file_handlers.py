@@ -130,7 +130,7 @@ class FileHandlers:
         owner, files = item_owner(principal), self._files()
         is_anthropic = VERSION_HEADER in exchange.headers
         async with self._transfers.hold(exchange, principal.tenant):
-            form = MultipartForm(exchange, "file", self._max_file_bytes)
+            form = self._open_form(exchange, "file")
             async with self._receive(exchange, owner, form, "file-") as written:
                 file = await self._state.call(
                     files.create,
@@ -229,7 +229,7 @@ class FileHandlers:
         upload_id = exchange.path_parameters["id"]
         await self._state.call(files.check_pending, owner, upload_id)
         async with self._transfers.hold(exchange, principal.tenant):
-            form = MultipartForm(exchange, "data", min(MAX_PART_BYTES, self._max_file_bytes))
+            form = self._open_form(exchange, "data", MAX_PART_BYTES)
             async with self._receive(exchange, owner, form, "part_") as written:
                 part = await self._state.call(files.add_part, owner, upload_id, written)
         described = {"id": part.id, "object": "upload.part", "created_at": int(part.created_at)}
@@ -275,6 +275,12 @@ class FileHandlers:
         get = self._files().get
         return await self._state.call(get, item_owner(principal), exchange.path_parameters["id"])
 
+    def _open_form(
+        self, exchange: HttpExchange, field: str, max_bytes: int | None = None
+    ) -> MultipartForm:
+        max_bytes = min(max_bytes or self._max_file_bytes, self._max_file_bytes)
+        return MultipartForm(exchange.get_header(b"content-type"), field, max_bytes)
+
     @contextlib.asynccontextmanager
     async def _receive(
         self, exchange: HttpExchange, owner: ItemOwner, form: MultipartForm, id_prefix: str
@@ -293,8 +299,9 @@ class FileHandlers:
         self._arriving_bytes[owner] += expected
         try:
             with self._state.translate_errors():
-                blocks = iterate_in_thread(form.iter_file(), asyncio.get_running_loop())
-                write = partial(files.write, owner, blocks, id_prefix=id_prefix)
+                parts = exchange.iter_body(form.max_body_bytes)
+                body = iterate_in_thread(parts, asyncio.get_running_loop())
+                write = partial(files.write, owner, form.iter_file(body), id_prefix=id_prefix)
                 written = await run_in_daemon_thread(write)
             try:
                 yield written

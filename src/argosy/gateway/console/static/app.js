@@ -20,6 +20,7 @@ const SCREENS = [
   { id: "events", title: "Events and audit", group: "Watch", isShown: () => may("viewer") },
   { id: "quality", title: "Quality", group: "Watch", isShown: () => may("viewer") },
   { id: "playground", title: "Playground", group: "Use", isShown: always },
+  { id: "files", title: "Files", group: "Use", isShown: always },
   { id: "learn", title: "Learn", group: "Use", isShown: always },
   { id: "models", title: "Models and replicas", group: "Run", isShown: () => may("viewer", "gateway") },
   { id: "routing", title: "Routing", group: "Run", isShown: () => may("viewer", "gateway") },
