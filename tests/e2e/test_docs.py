@@ -52,6 +52,9 @@ NOT_RUN = {
         "pg_dump": BY_ANOTHER_TEST,
         "createdb": BY_ANOTHER_TEST,
     },
+    "batches.md": {
+        "argosy batch": "takes ids of batches; tests/integration/dialects runs these commands",
+    },
     "coding-agents.md": {
         "ARGOSY_API_KEY=sk-argosy-... codex": NO_AGENTS,
         "ARGOSY_API_KEY=sk-argosy-... opencode": NO_AGENTS,

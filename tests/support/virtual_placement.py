@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from argosy.policy import AttemptOutcome, Hedging, WakeAt, weighted_tokens
+from argosy.policy import BATCH_TIER, AttemptOutcome, Hedging, WakeAt, weighted_tokens
 from argosy.policy.placement import (
     Arrived,
     Attempt,
@@ -336,7 +336,10 @@ class PlacementWorld:
         """Check that a stream pauses only for a request with a better claim to its slot."""
         victim, waiting = pause.request, pause.waiting
         if waiting is None:
-            assert not pause.attempt.replica.health.is_schedulable
+            if pause.attempt.replica.health.is_schedulable:
+                queue = self.core.queues[self.requests[victim].pool]
+                assert victim.tier == BATCH_TIER
+                assert queue.queue.highest_tier is not None, "a batch paused for nobody"
             return
         pool = self.requests[victim].pool
         assert self.requests[waiting].pool is pool
@@ -385,7 +388,7 @@ class PlacementWorld:
         if queue:
             free_slots, total_slots = pool.free_slots(self.now)
             lowest = queue.lowest_admissible_tier(free_slots, total_slots, self.now)
-            busy = [tier for tier in range(3) if queue.queue.next_requests(tier)]
+            busy = [tier for tier in range(4) if queue.queue.next_requests(tier)]
             assert busy[0] > lowest, "a request waits while it may use a free slot"
 
     def _check_request(self, each: VirtualRequest) -> None:
@@ -411,7 +414,7 @@ class PlacementWorld:
         in_order = [each for group in queue.displaced.values() for each in group]
         assert set(in_order) == {each for each in requests if each.displaced_key is not None}
         placed = Counter(request.tier for request in requests if request.is_placed)
-        assert queue.running_by_tier == [placed[tier] for tier in range(3)]
+        assert queue.running_by_tier == [placed[tier] for tier in range(4)]
         occupied = [
             each for tier in queue.running for name in tier.values() for each in name.requests
         ]
@@ -499,8 +502,8 @@ class PlacementSimulation(PlacementWorld):
             return
         draw = self.random.random
         self._to_come -= 1
-        tier = (0, 1, 1, 2, 2, 2)[int(draw() * 6)]
-        long = tier == 2 and draw() < 0.15
+        tier = (0, 1, 1, 2, 2, 3)[int(draw() * 6)]
+        long = tier >= 2 and draw() < 0.15
         tenant = int(draw() * 4)
         request = self.arrive(
             f"t{tier}{tenant}",

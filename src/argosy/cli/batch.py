@@ -20,6 +20,7 @@ import msgspec
 import typer
 from typer import Option
 
+from argosy.cli import batch_jobs
 from argosy.cli.failure import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail
 from argosy.cli.replica_options import with_replica_options
 from argosy.cli.server_client import (
@@ -72,7 +73,17 @@ NO_REPLICA_OPTIONS = (
 )
 """Options of a replica that have no meaning for one that only this command reaches."""
 
-app = typer.Typer(no_args_is_help=True, help="Answer the requests of a file.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Answer the requests of a file, here or in the free slots of a running gateway.",
+)
+for _name, _command in (
+    ("create", batch_jobs.create),
+    ("list", batch_jobs.list_batches),
+    ("wait", batch_jobs.wait),
+    ("cancel", batch_jobs.cancel),
+):
+    app.command(_name)(_command)
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -102,11 +113,6 @@ class BatchFiles(NamedTuple):
     """Lines whose result is no successful response."""
     input_bytes: int | None
     """Size of the whole input; None if it is not known."""
-
-
-@app.callback()
-def batch() -> None:
-    """Answer the requests of a file."""
 
 
 @app.command("run")

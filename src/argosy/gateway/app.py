@@ -113,7 +113,7 @@ class GatewayApp:
         route = None if match is None else match.route
         if route is not None and route.dialect is not None:
             exchange.set_dialect(route.dialect)
-        elif VERSION_HEADER in exchange.headers:
+        elif VERSION_HEADER in exchange.headers or exchange.path.startswith("/v1/messages/"):
             exchange.set_dialect(ANTHROPIC)
         is_same_origin = route is not None and route.is_same_origin
         is_page_request = b"origin" in exchange.headers and not is_same_origin

@@ -27,6 +27,7 @@ from argosy.gateway.request_fields import RequestFields
 from argosy.gateway.request_trace import RequestTrace
 from argosy.http_server import HttpExchange
 from argosy.policy import (
+    BATCH_PERCENT,
     NO_CHARGE,
     Bill,
     Rates,
@@ -92,6 +93,18 @@ POOLING_FIELDS = ("input", "messages")
 """Names of the inputs of models that pool. vLLM also embeds and classifies chats."""
 EMBEDDINGS = ApiShape(b"/v1/embeddings", POOLING_FIELDS, "embd", tasks=frozenset({"embed"}))
 CLASSIFY = ApiShape(b"/classify", POOLING_FIELDS, "classify", tasks=frozenset({"classify"}))
+
+
+class BatchLine(msgspec.Struct, eq=False):
+    """Line of a batch while it runs, as a request without a client, and what is known of it at its end."""
+
+    request_id: str
+    """Id in the ledger, which is the same each time that the line runs."""
+    tier: int
+    record: UsageRecord | None = None
+    """Its row of the ledger, at half the price; None if it was not admitted."""
+    has_reached_replica: bool = False
+    """Whether a replica processed it."""
 
 
 class EndReason(enum.Enum):
@@ -220,13 +233,24 @@ class RequestContext(msgspec.Struct, eq=False):
 
     @property
     def is_measured(self) -> bool:
-        """Whether it counts for objectives, series and comparisons, as all but the work for quality do."""
-        return self.exchange.internal_route != QUALITY_ROUTE
+        """Whether it counts for objectives, series and comparisons, as all but the work for quality and batches do."""
+        exchange = self.exchange
+        return exchange.internal_route != QUALITY_ROUTE and exchange.batch_line is None
+
+    @property
+    def batch_line(self) -> BatchLine | None:
+        """The line of a batch that the request is; None for others."""
+        line: BatchLine | None = self.exchange.batch_line
+        return line
 
     @property
     def model(self) -> str:
         """Public name of what answers: the adapter, or else the model."""
         return self.pool.model if self.adapter is None else self.adapter.name
+
+    def become_line(self, line: BatchLine) -> None:
+        """Run as a line of a batch, which may pause for long."""
+        self.response_id, self.tier, self.deadline = line.request_id, line.tier, math.inf
 
     def compute_priority(self, adapter: BackendAdapter) -> int:
         """Compute the `priority` field for a server of this kind. All attempts use the same target start time."""
@@ -344,7 +368,8 @@ class RequestContext(msgspec.Struct, eq=False):
             is_dispatched=bool(self.replica_name),
             is_client_error=self.is_client_error,
         )
-        self.bill = compute_bill(end, self.rates)
+        is_line = self.batch_line is not None
+        self.bill = compute_bill(end, self.rates, BATCH_PERCENT if is_line else 100)
         if not self.bill.has_reached_client:
             self.delivered.reset()
 

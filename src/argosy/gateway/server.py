@@ -27,6 +27,12 @@ from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_adm
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
 from argosy.gateway.backup_scheduler import BackupScheduler
+from argosy.gateway.batches import (
+    BATCH_PATHS,
+    BatchDispatcher,
+    BatchUpkeep,
+    build_batch_routes,
+)
 from argosy.gateway.cache_admin import CacheAdmin
 from argosy.gateway.config_reloader import ConfigLoader, ConfigReloader
 from argosy.gateway.console import (
@@ -465,26 +471,12 @@ class GatewayServer:
         alert_admin: AlertAdmin,
     ) -> GatewayApp:
         """Build the application and the route table, and add the parts that have routes."""
-        config, account_sync, fleet_pools = self._config, self._account_sync, self._fleet_pools
+        config, fleet_pools = self._config, self._fleet_pools
 
         def read_metrics() -> GatewayGauges:
             return self._read_metrics(app, generation)
 
-        routes = build_routes(
-            self._models,
-            generation,
-            OperationsHandlers(
-                self._models,
-                self._metrics,
-                read_metrics,
-                self._gateway_id,
-                is_accepting=lambda: self._is_accepting,
-            ),
-            response_state,
-            background,
-            None if account_sync is None else account_sync.limits,
-            refuse_unknown_fields=config.unknown_fields == "refuse",
-        )
+        routes = self._build_api_routes(generation, response_state, background, read_metrics)
         console = self._build_console(store, read_metrics) if config.console.enabled else None
         if console is not None:
             self._parts.append(GatewayPart(on_drain=console.events.close))
@@ -520,6 +512,63 @@ class GatewayServer:
             gateway_id=self._gateway_id,
         )
         return app
+
+    def _build_api_routes(
+        self,
+        generation: CompletionHandlers,
+        response_state: ResponseState,
+        background: BackgroundResponses,
+        read_metrics: Callable[[], GatewayGauges],
+    ) -> list[HttpRoute]:
+        """Build the routes of the APIs for models and of the endpoints for operators, and add the parts of batches."""
+        config, account_sync = self._config, self._account_sync
+        routes = build_routes(
+            self._models,
+            generation,
+            OperationsHandlers(
+                self._models,
+                self._metrics,
+                read_metrics,
+                self._gateway_id,
+                is_accepting=lambda: self._is_accepting,
+            ),
+            response_state,
+            background,
+            None if account_sync is None else account_sync.limits,
+            refuse_unknown_fields=config.unknown_fields == "refuse",
+        )
+        if account_sync is not None:
+            self._add_batch_parts(account_sync, routes, generation)
+        return [*routes, *build_batch_routes(response_state, self._models)]
+
+    def _add_batch_parts(
+        self,
+        account_sync: AccountSync,
+        routes: Sequence[HttpRoute],
+        generation: CompletionHandlers,
+    ) -> None:
+        """Add the parts that run lines of batches, as requests to these routes, and end batches."""
+        store, limits = account_sync.accounting.store, account_sync.limits
+        dispatcher = BatchDispatcher(
+            *(store, self._gateway_id, self._models, generation),
+            {
+                each.path: each
+                for each in routes
+                if each.method == "POST" and each.path in BATCH_PATHS
+            },
+            self._config,
+            find_principal=self._authenticator.find_principal,
+            find_current_key=limits.find_current_key,
+            metrics=self._metrics,
+        )
+        upkeep = BatchUpkeep(store, self._gateway_id, self._metrics, dispatcher.find_model_error)
+        self._parts.append(
+            GatewayPart(
+                tasks=[dispatcher.run, upkeep.run, upkeep.watch_holders],
+                read_gauges=dispatcher.read_gauges,
+                on_drain=dispatcher.drain,
+            )
+        )
 
     def _build_peer_routes(
         self,

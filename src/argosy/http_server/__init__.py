@@ -23,6 +23,7 @@ from argosy.http_server.handover import SocketHandover
 from argosy.http_server.http_exchange import (
     JSON_CONTENT_TYPE,
     LARGE_BODY_BYTES,
+    ExchangeLimits,
     HttpExchange,
     SlowReaderError,
 )

@@ -98,6 +98,8 @@ class HttpExchange:
     """Route in the ledger of a request that the gateway itself sends on behalf of another one; empty for others."""
     forbids_storage = False
     """Whether the client has said that nothing of the request may be stored."""
+    batch_line: Any = None
+    """The line of a batch that the request is, of the application's type; None for other requests."""
     filter_stored: Callable[[Any], Awaitable[Any]] | None = None
     """Returns a JSON value of the request or its response as it may be stored; None to store all as it is."""
     _observer: ResponseObserver | None = None

@@ -12,8 +12,16 @@ decides by `policy.reconciliation`.
 """
 
 from argosy.policy.adapter_placement import count_homes, select_homes
+from argosy.policy.backfill import (
+    MAX_RAISED_DIVISOR,
+    BackfillWindow,
+    Backlog,
+    BatchPace,
+    LineShares,
+    PoolLoad,
+)
 from argosy.policy.backpressure import Backpressure
-from argosy.policy.billing import Bill, RequestEnd, RequestStatus, compute_bill
+from argosy.policy.billing import BATCH_PERCENT, Bill, RequestEnd, RequestStatus, compute_bill
 from argosy.policy.breaker import (
     AttemptOutcome,
     Breaker,
@@ -54,6 +62,7 @@ from argosy.policy.event_prefix_index import (
     compute_block_names,
 )
 from argosy.policy.fair_queue import (
+    BATCH_TIER,
     LOWEST_TIER,
     PROMOTION_INTERVAL,
     DispatchQueue,

@@ -26,6 +26,8 @@ RequestStatus = Literal["completed", "cancelled", "failed", "stopped", "refused"
 - `stopped`: a limit or the deadline ended the response early.
 - `refused`: the request was rejected, because of its content or for now.
 """
+BATCH_PERCENT = 50
+"""Price of the lines of batches, in percent of the price of other requests."""
 _ERROR_STATUSES = frozenset[RequestStatus]({"failed", "refused"})
 """Statuses of requests whose client receives an error."""
 
@@ -64,14 +66,17 @@ class Bill(msgspec.Struct, frozen=True, gc=False):
     """Whether the client may have received some of the response. An error is not a response."""
 
 
-def compute_bill(end: RequestEnd, rates: Rates) -> Bill:
-    """Compute the bill of a request that has ended. A prompt alone is paid for only if its response is complete."""
+def compute_bill(end: RequestEnd, rates: Rates, percent: int = 100) -> Bill:
+    """Compute the bill of a request that has ended. A prompt alone is paid for only if its response is complete.
+
+    The cost is `percent` of that at the rates, rounded down.
+    """
     has_reached_client = end.is_response_started and (
         end.is_output_sent or end.status not in _ERROR_STATUSES
     )
     is_paid = end.status == "completed" or end.generated.output_tokens > 0
     usage = (end.payable or end.generated) if has_reached_client and is_paid else NO_TOKENS
-    nano_dollars = rates.cost_nano_dollars(usage)
+    nano_dollars = rates.cost_nano_dollars(usage) * percent // 100
     quota = _counted_usage(end, usage, nano_dollars)
     return Bill(usage, nano_dollars, quota, end.payable is not None, has_reached_client)
 

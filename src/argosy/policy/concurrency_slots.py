@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from argosy.policy.fair_queue import BATCH_TIER
+
 OVERCOMMIT_DIVISOR = 4
 """The slots divided by this number may be taken twice, so that a gateway need not wait for a response to end."""
 
@@ -33,7 +35,12 @@ def slot_share(slots: int, other_gateways: Sequence[Mapping[int, int]], tier: in
         other_gateways: Requests of each other gateway on the replica, by tier.
         tier: Tier of the next request.
     """
-    used = sum(sum(by_tier.values()) for by_tier in other_gateways)
+    used = sum(
+        count
+        for by_tier in other_gateways
+        for rank, count in by_tier.items()
+        if rank < BATCH_TIER or tier == BATCH_TIER  # a replica lets lines of batches yield
+    )
     used_above = sum(
         count for by_tier in other_gateways for rank, count in by_tier.items() if rank < tier
     )

@@ -22,9 +22,14 @@ T = TypeVar("T", bound=QueuedRequest)
 
 PROMOTION_INTERVAL = 4
 """Turns from one promotion to the next."""
-PROMOTE_AFTER_S = (math.inf, 5.0, 30.0)
-"""Wait of a tier's oldest request after which the tier gets extra turns, for premium, standard and free."""
-LOWEST_TIER = len(PROMOTE_AFTER_S) - 1
+PROMOTE_AFTER_S = (math.inf, 5.0, 30.0, math.inf)
+"""Wait of a tier's oldest request after which the tier gets extra turns, for premium, standard, free and batch."""
+BATCH_TIER = len(PROMOTE_AFTER_S) - 1
+"""Rank of the lines of batches, below all tiers of projects. No client waits for them, so they are never promoted."""
+LOWEST_TIER = BATCH_TIER - 1
+"""Rank of the lowest tier of projects."""
+BATCH_START_S = 3600.0
+"""Time after which an engine with deadline scheduling should start a line of a batch."""
 MAX_OVERTAKE_S = 30.0
 """Wait after which a request precedes all later deadlines, since urgent requests may never stop arriving."""
 REFERENCE_MAX_WAIT_S = 60.0
@@ -46,6 +51,8 @@ def start_deadline(tier: int, sent_at: float) -> float:
     Higher tiers get earlier deadlines. A request of a lower tier that has waited for `PROMOTE_AFTER_S` precedes later
     requests, so no tier starves in the engine.
     """
+    if tier == BATCH_TIER:
+        return sent_at + BATCH_START_S
     return sent_at + (PROMOTE_AFTER_S[tier] if tier else 0.0)
 
 
@@ -105,7 +112,7 @@ class DispatchQueue(Generic[T]):
         return True
 
     def pop(
-        self, now: float, lowest_tier: int = LOWEST_TIER, lowest_free_tier: int = LOWEST_TIER
+        self, now: float, lowest_tier: int = BATCH_TIER, lowest_free_tier: int = BATCH_TIER
     ) -> T | None:
         """Dequeue the next request to dispatch; return None if no request may be dispatched.
 
@@ -184,20 +191,21 @@ class DispatchQueue(Generic[T]):
 
     @property
     def highest_tier(self) -> int | None:
-        """Rank of the highest tier of which a request waits; None if none waits."""
-        return next((number for number, tier in enumerate(self._tiers) if tier.queued), None)
+        """Rank of the highest tier above batches of which a request waits; None if none waits."""
+        online = self._tiers[:BATCH_TIER]
+        return next((number for number, tier in enumerate(online) if tier.queued), None)
 
     @property
     def tenant_count(self) -> int:
-        """Number of tenants with waiting requests. One counts once for each tier."""
-        return sum(len(tier.ring) for tier in self._tiers)
+        """Number of tenants with waiting requests above batches. One counts once for each tier."""
+        return sum(len(tier.ring) for tier in self._tiers[:BATCH_TIER])
 
     def oldest_arrival(self) -> float | None:
-        """Return when the oldest waiting request arrived; None if none waits."""
+        """Return when the oldest waiting request above batches arrived; None if none waits."""
         return min(
             (
                 self._oldest_arrival(number)
-                for number, tier in enumerate(self._tiers)
+                for number, tier in enumerate(self._tiers[:BATCH_TIER])
                 if tier.queued
             ),
             default=None,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from argosy.policy.routing import ReplicaLoad
 
-MAX_TIER_SATURATION = (1.0, 0.75, 0.5)
-"""Saturation below which the tiers premium, standard and free may join a queue."""
+MAX_TIER_SATURATION = (1.0, 0.75, 0.5, 0.25)
+"""Saturation below which the tiers premium, standard, free and batch may join a queue."""
 TENANT_QUEUE_ALPHA = 4.0
 """Largest ratio of a tenant's queue share to the free rest; a tenant alone may fill four fifths of the queue."""
 KV_PRESSURE_THRESHOLD = 0.9

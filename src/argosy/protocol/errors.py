@@ -181,6 +181,7 @@ _MEANINGS = {
         "conflict": "The admin request conflicts with existing data: a name is taken, a key is revoked or a project"
         " is archived.",
         "file_in_use": "A batch or job needs the file. Cancel it, or wait for its end.",
+        "batch_not_cancellable": "The batch has ended already.",
         "other_fleet": "Between controller and gateway: the gateway belongs to another fleet. Check `fleet` in its"
         " settings.",
         "stale_version": "Between controller and gateway: the gateway has a later version of the pools. Another"
@@ -212,6 +213,7 @@ _MEANINGS = {
     },
     429: {
         "rate_limit_exceeded": "A rate limit is used up; see `Retry-After`.",
+        "too_many_batches": "The project has 100 batches that have not ended. Wait until one has, or cancel one.",
         "insufficient_quota": "A budget is used up, or running requests hold the rest; see `Retry-After`. Send a"
         " smaller `max_tokens`, or have it raised.",
         "too_many_failures": "The credential is invalid, and this address sent 20 invalid ones within 30 s. Valid"

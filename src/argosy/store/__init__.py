@@ -14,6 +14,20 @@ from argosy.store.accounts import Accounts
 from argosy.store.adapters import Adapters
 from argosy.store.api_keys import hash_key
 from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
+from argosy.store.batch_store import (
+    ENDED_STATUSES,
+    MAX_LINES,
+    Batch,
+    BatchDetails,
+    BatchError,
+    BatchLine,
+    BatchStatus,
+    BatchStore,
+    ClaimedLine,
+    EndedLine,
+    HolderMonitor,
+    LineResult,
+)
 from argosy.store.clock import Clock, steady_clock
 from argosy.store.console_session_store import ConsoleSession, ConsoleSessionStore
 from argosy.store.content_access import ContentAccess

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Table, delete, func, insert, or_, select, 
 
 from argosy.store import schema
 from argosy.store.api_keys import hash_key
+from argosy.store.batch_store import BatchStore
 from argosy.store.database import Database
 from argosy.store.file_store import FileStore
 from argosy.store.item_table import DELETION_BATCH_ROWS, delete_with_items
@@ -35,6 +36,7 @@ class ErasedProject(msgspec.Struct, frozen=True, kw_only=True):
     responses: int = 0
     conversations: int = 0
     files: int = 0
+    batches: int = 0
     requests: int = 0
     """Single requests of the ledger without their key, user and requested model, or rolled up to sums."""
     remaining_requests: int = 0
@@ -61,12 +63,14 @@ class Erasure:
         stored_bytes: StoredBytes,
         ledger: Ledger,
         files: FileStore,
+        batches: BatchStore,
     ) -> None:
         self._database = database
         self._clock = clock
         self._stored_bytes = stored_bytes
         self._files = files
         self._ledger = ledger
+        self._batches = batches
 
     def erase_project(self, project: Project, *, actor: str) -> ErasedProject:
         """Archive a project and erase what the store has of it. It may be repeated, also after an error.
@@ -78,6 +82,7 @@ class Erasure:
             owner = ItemOwner(project.organisation, project.id)
             counts["responses"] = self._erase_stored(schema.responses, owner)
             counts["conversations"] = self._erase_stored(schema.conversations, owner)
+            counts["batches"] = self._batches.delete_owned(owner)
             counts["files"] = self._files.delete_owned(owner)
             with self._database.write_transaction() as connection:
                 is_empty = owner.owns(schema.stored_bytes)

@@ -15,6 +15,7 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    Connection,
     Row,
     Select,
     Subquery,
@@ -172,6 +173,19 @@ class SortedRecords(NamedTuple):
 ALL_USAGE = UsageFilter()
 
 
+def insert_records(connection: Connection, records: Sequence[UsageRecord]) -> int:
+    """Insert records as `Ledger.add_records`, in the caller's transaction."""
+    if not records:
+        return 0
+    # Sorted, so that two processes that add the same records cannot deadlock.
+    result = connection.exec_driver_sql(
+        _INSERT_SQL[connection.dialect.name],
+        [_to_insert_values(record) for record in sorted(records, key=lambda each: each.request)],
+        execution_options={"preserve_rowcount": True},
+    )
+    return result.rowcount
+
+
 def parse_report_groups(text: str) -> list[ReportGroup]:
     """Parse comma-separated names of report groups, dropping duplicates.
 
@@ -210,17 +224,8 @@ class Ledger:
         """
         inserted = 0
         for start in range(0, len(records), INSERT_BATCH_ROWS):
-            # Sorted, so that two processes that add the same records cannot deadlock.
-            batch = sorted(
-                records[start : start + INSERT_BATCH_ROWS], key=lambda record: record.request
-            )
             with self._database.write_transaction() as connection:
-                result = connection.exec_driver_sql(
-                    _INSERT_SQL[connection.dialect.name],
-                    [_to_insert_values(record) for record in batch],
-                    execution_options={"preserve_rowcount": True},
-                )
-                inserted += result.rowcount
+                inserted += insert_records(connection, records[start : start + INSERT_BATCH_ROWS])
         return inserted
 
     def report(

@@ -429,6 +429,8 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Those that were found most often come first. The rest is left out.
     """
+    service_tier: str = ""
+    """`batch` for a line of a batch, which costs half; empty for other requests."""
 
 
 class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -436,6 +436,56 @@ blob_removals = Table(
 )
 """Blobs to delete from a time on: those of deleted files, and those whose file may never be created."""
 
+batches = Table(
+    "batches",
+    metadata,
+    *_expiring_record_columns(),
+    *_columns(
+        status=Text,
+        total=BigInteger,
+        completed=BigInteger,
+        failed=BigInteger,
+        closed=BigInteger,
+        input_tokens=BigInteger,
+        cached_tokens=BigInteger,
+        output_tokens=BigInteger,
+        bytes=BigInteger,
+        fence=BigInteger,
+        holder=Text,
+        body=LargeBinary,
+    ),
+    Index("batches_status", "status"),
+    Index("batches_owner", "organisation", "owner", "created_at", "id"),
+)
+"""Batches of requests, with counts of their lines: all, answered, failed, and ended without an answer.
+
+`expires_at` is the end of the completion window, and `bytes` is what the lines count of the owner's stored bytes. The
+`holder` is the gateway that validates or finalises the batch, and `fence` numbers such claims.
+"""
+
+batch_lines = Table(
+    "batch_lines",
+    metadata,
+    *_primary_key(batch=Text, line=Integer),
+    *_columns(
+        custom_id=Text,
+        model=Text,
+        state=Text,
+        holder=Text,
+        fence=BigInteger,
+        attempts=BigInteger,
+        body=LargeBinary,
+    ),
+    Column("status_code", Integer),
+    Column("result", LargeBinary),
+    Index("batch_lines_open", "batch", "state", "model", "line"),
+    Index("batch_lines_holder", "holder"),
+)
+"""Requests of batches. `fence` numbers the claims of a line, and only the last claim may end it.
+
+A line that ended has the status code and the body of its response, or neither of them.
+"""
+
 stored_bytes = Table(
     "stored_bytes",
     metadata,

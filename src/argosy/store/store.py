@@ -18,6 +18,7 @@ from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.adapters import Adapters
 from argosy.store.audit import AuditLog
+from argosy.store.batch_store import BatchStore
 from argosy.store.console_session_store import ConsoleSessionStore
 from argosy.store.content_access import ContentAccess
 from argosy.store.conversation_store import ConversationStore
@@ -113,8 +114,9 @@ class Store:
         self.stored_bytes = StoredBytes(database, max_stored_bytes)
         self.responses = ResponseStore(database, clock, self.stored_bytes)
         self.files = FileStore(database, clock, self.stored_bytes, blobs)
+        self.batches = BatchStore(database, clock, self.stored_bytes, self.files)
         kept = self.stored_bytes, self.ledger, self.files
-        self.erasure = Erasure(database, clock, *kept)
+        self.erasure = Erasure(database, clock, *kept, self.batches)
         self.retention = RetentionRules(database, clock, *kept)
         self.content_access = ContentAccess(database, clock)
         self.conversations = ConversationStore(database, clock, self.stored_bytes)

@@ -98,6 +98,11 @@ class GatewayGauges:
     """Stored bytes of responses and conversations by tenant."""
     backups: Mapping[str, float] = field(default_factory=dict)
     """Figures of backups by the names in `BACKUP_GAUGES`; empty without a backup or a store."""
+    batch_windows: Mapping[str, int] | None = None
+    """Lines of batches that may run by model; None without a store."""
+    batch_lines_running: int = 0
+    batches_at_risk: int = 0
+    """Batches whose lines may not end in time."""
     store_up: bool | None = None
     """Whether the account snapshot is current; None without a store."""
     quota_backend: QuotaBackendGauges | None = None
@@ -246,6 +251,15 @@ class GatewayMetrics(Collector):
             *("model", "tenant"),
             divisor=NANODOLLARS_PER_DOLLAR,
         )
+        self.batch_lines = self._add_counter(
+            "argosy_batch_lines",
+            "Ends of the lines of batches at this gateway: completed, failed, or retried later.",
+            "outcome",
+        )
+        self.batch_claims_lapsed = self._add_counter(
+            "argosy_batch_claims_lapsed",
+            "Lines of batches that another gateway held when it stopped, and that this one has released.",
+        )
         self.retries = self._add_counter(
             "argosy_gateway_retries",
             "Attempts after the first, without hedged attempts and failovers of a started response.",
@@ -324,16 +338,17 @@ class GatewayMetrics(Collector):
         model: str,
         tenant: str,
         status: str,
-        duration_s: float,
+        duration_s: float | None,
         usage: TokenUsage,
         nano_dollars: int,
     ) -> None:
-        """Record the end of a request. The label `status` has a few values."""
+        """Record the end of a request, with its duration if a client waited. The label `status` has a few values."""
         counters = self._usage_counters.get((model, tenant)) or self._bind_usage_counters(
             model, self._tenant_label(tenant)
         )
         self._requests.add((model, counters.tenant, status))
-        self._e2e.observe((model,), duration_s)
+        if duration_s is not None:
+            self._e2e.observe((model,), duration_s)
         counters.input_tokens.value += usage.uncached_tokens
         counters.cached_tokens.value += usage.cached_tokens
         counters.output_tokens.value += usage.output_tokens
@@ -439,6 +454,7 @@ class GatewayMetrics(Collector):
                 "alertname",
                 "severity",
             )
+        yield from _batch_families(gauges)
         yield from self._store_families(gauges)
         if gauges.quota_backend is not None:
             yield from _quota_backend_families(gauges.quota_backend)
@@ -482,6 +498,27 @@ class GatewayMetrics(Collector):
         histogram = Histogram(name, help_text, buckets, "model")
         self._instruments.append(histogram)
         return histogram
+
+
+def _batch_families(gauges: GatewayGauges) -> Iterator[Metric]:
+    if gauges.batch_windows is None:
+        return
+    yield gauge_family(
+        "argosy_batch_window",
+        "Lines of batches that this gateway may run beside online requests.",
+        {(model,): size for model, size in gauges.batch_windows.items()},
+        "model",
+    )
+    yield gauge_family(
+        "argosy_batch_lines_running",
+        "Lines of batches that this gateway runs.",
+        {(): gauges.batch_lines_running},
+    )
+    yield gauge_family(
+        "argosy_batches_at_risk",
+        "Batches whose lines may not end within their completion window at the present pace.",
+        {(): gauges.batches_at_risk},
+    )
 
 
 def _quota_backend_families(gauges: QuotaBackendGauges) -> Iterator[Metric]:

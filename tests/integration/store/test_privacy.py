@@ -32,6 +32,8 @@ BOUNDED_BY_TIME = {
     "blob_removals": "a day, until a gateway has deleted the blob",
     "files": "their expiry, or until they are deleted, within stored_bytes",
     "uploads": "an hour",
+    "batches": "30 days after their creation, once they have ended",
+    "batch_lines": "with their batch, or until its files are written",
     "items": "with their response or conversation",
     "responses": "store.keep_responses_days after the last use",
     "console_sessions": "their lifetime, at the next sign-in",

@@ -127,6 +127,21 @@ def test_streams_give_way_to_a_waiting_tenant_within_its_time(tier: int, after_s
     assert paused.tenant == "greedy"
 
 
+@pytest.mark.parametrize("giving_way", [DEFAULT, None])
+def test_batches_pause_at_once_for_each_waiting_request(giving_way: GivingWay | None) -> None:
+    world = make_world(giving_way=giving_way)
+    fill(world, "batch", 40, tier=3)
+    run_for(world, 0.2)
+    late = [world.arrive("late", 2, 10) for _ in range(3)]
+    run_for(world, 0.1)
+    assert all(request.attempts for request in late)
+    assert world.counts["drained"] == 3
+    world.arrive("other", 3, 10)
+    run_for(world, 60.0)
+    assert world.counts["drained"] == 3, "a batch paused for a batch"
+    assert world.counts["paused"] == 0
+
+
 def test_pausing_ends_at_equal_shares() -> None:
     world = make_world()
     fill(world, "greedy", 40)

@@ -102,6 +102,17 @@ def test_scheduled_first_token_delays_no_further_step() -> None:
     assert [len(plan.rows) for plan in plans] == [1, 21]
 
 
+def test_prompts_of_batches_lengthen_steps_of_others_by_little() -> None:
+    engine = engine_with_decodes(4)
+    batch = engine.add_to_tier(3, 200, 2)
+    ridge = LIMITS.ridge_tokens
+    for _ in range(4):
+        assert sum(engine.step().counts) <= 4 + max(8, ridge // 4)
+    assert 0 < batch.computed_len < 200
+    engine.run()
+    assert len(batch.tokens) == 202
+
+
 def test_requests_do_not_yield_to_their_own_tier() -> None:
     engine = engine_with_decodes(20)
     engine.add_to_tier(1, 20, 50)

@@ -21,7 +21,7 @@ from argosy.engine.scheduling.sequence import NEVER, RequestRegistry, Sequence
 from argosy.engine.scheduling.step_plan import StepPlan, StepResult
 from argosy.engine.scheduling.token_budget import TokenBudget, TtftGuard
 from argosy.engine.scheduling.waiting_queue import WaitingQueue
-from argosy.policy import VirtualTokenCounters
+from argosy.policy import LOWEST_TIER, VirtualTokenCounters
 
 SequenceFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 AGEING_TOKENS_PER_S = 256.0
@@ -245,8 +245,13 @@ class Scheduler:
                 break
             prefills.append(admitted)
             prefill_tokens += admitted.length - admitted.computed_len
+        batch_budget = self._ttft_guard.max_batch_tokens(self.running)
         for seq in sorted(prefills, key=partial(_prefill_priority, now=now)):
-            budget -= self._plan_prefill(seq, budget, plan, seqs)
+            if seq.tier <= LOWEST_TIER or not self.limits.is_chunked:
+                budget -= self._plan_prefill(seq, budget, plan, seqs)
+            else:
+                planned = self._plan_prefill(seq, min(budget, batch_budget), plan, seqs)
+                budget, batch_budget = budget - planned, batch_budget - planned
         self.kv_cache.complete_plan(plan, seqs)
         if drafts and not self.token_budget.is_reduced:
             self._plan_drafts(drafts, plan, seqs[:num_decodes])

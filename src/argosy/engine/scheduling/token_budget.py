@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from argosy.engine.scheduling.sequence import NEVER, Sequence
-from argosy.policy import OUTPUT_TOKEN_WEIGHT
+from argosy.policy import LOWEST_TIER, OUTPUT_TOKEN_WEIGHT
 
 RECOVERY_STEPS = 256
 """Successful steps after which a reduced budget doubles."""
@@ -69,6 +69,8 @@ MAX_BURST_YIELDS = 4
 """Maximum number of yields that can be saved, and thus of successive yields."""
 MAX_ADDED_FRACTION = 0.25
 """Fraction by which lower tiers may lengthen a step without having to yield."""
+MIN_BATCH_TOKENS = 8
+"""Prompt tokens of batches that each step may have beside sequences of other tiers, so that these prompts end."""
 
 _tier_key = attrgetter("tier")
 
@@ -120,6 +122,14 @@ class TtftGuard:
             return NEVER
         self._credit_steps -= YIELD_INTERVAL_STEPS
         return tier
+
+    def max_batch_tokens(self, running: list[Sequence]) -> int:
+        """Return the prompt tokens of batches in a step with these sequences, so that they lengthen it by little."""
+        online = bisect_right(running, LOWEST_TIER, key=_tier_key)
+        if not online:
+            return NEVER
+        step_tokens = max(self._ridge_tokens, online)
+        return max(MIN_BATCH_TOKENS, int(MAX_ADDED_FRACTION * step_tokens))
 
 
 def _highest_due_tier(running: list[Sequence]) -> int:

@@ -10,6 +10,8 @@ authentication, limits, queue, routing, failover, ledger and explanations are th
 from argosy.gateway.dialects.anthropic_handlers import VERSION_HEADER, AnthropicHandlers
 from argosy.gateway.dialects.background_responses import BackgroundResponses
 from argosy.gateway.dialects.dialect import ANTHROPIC, OLLAMA, start_rendering
-from argosy.gateway.dialects.dialect_routes import build_dialect_routes
-from argosy.gateway.dialects.response_state import ResponseState
+from argosy.gateway.dialects.dialect_routes import ANTHROPIC_ERROR, build_dialect_routes
+from argosy.gateway.dialects.file_handlers import ExpiresAfter
+from argosy.gateway.dialects.response_state import ResponseState, item_owner
 from argosy.gateway.dialects.stored_chat_handlers import StoredChatHandlers
+from argosy.gateway.dialects.stored_response_handlers import parse_query_string

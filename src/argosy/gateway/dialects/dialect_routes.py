@@ -59,7 +59,7 @@ from argosy.protocol.dialects import (
 _Reserve = Callable[[HttpExchange, Principal], AbstractAsyncContextManager[None]]
 _OBJECT = {"type": "object"}
 _TEXT = {"type": "string"}
-_ANTHROPIC_ERROR = {
+ANTHROPIC_ERROR = {
     "type": "object",
     "required": ["type", "error"],
     "properties": {
@@ -264,7 +264,7 @@ def _build_file_routes(state: ResponseState, files: FileHandlers) -> list[HttpRo
 
 def _build_anthropic_routes(anthropic: AnthropicHandlers) -> list[HttpRoute]:
     row = partial(HttpRoute, "POST", dialect=ANTHROPIC)
-    operation = partial(json_operation, error_schema=_ANTHROPIC_ERROR)
+    operation = partial(json_operation, error_schema=ANTHROPIC_ERROR)
     return [
         row(
             "/v1/messages",

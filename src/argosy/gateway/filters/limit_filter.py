@@ -212,7 +212,7 @@ class LimitFilter:
                 unknown and the project fails closed.
         """
         fields, principal = context.fields, context.principal
-        limit_set = self._get_limit_set(principal, context.pool.model, context.adapter)
+        limit_set = self._find_limit_set(context)
         now = self._clock()
         wall_time = now - steady_clock.offset_s
         rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], wall_time)
@@ -254,7 +254,7 @@ class LimitFilter:
         )
         self._running[context] = state
         if has_waited:  # the limits may have changed while units were acquired
-            current_limit_set = self._get_limit_set(principal, context.pool.model, context.adapter)
+            current_limit_set = self._find_limit_set(context)
             if current_limit_set.meters != limit_set.meters:
                 state.change_limits(current_limit_set)
         return True
@@ -384,7 +384,7 @@ class LimitFilter:
         # By limits, because the same ones apply to all requests of a caller for a model, and there may be thousands.
         has_exceeded_by_set: dict[int, bool] = {}
         for context, state in tuple(self._running.items()):
-            limit_set = self._get_limit_set(context.principal, context.pool.model, context.adapter)
+            limit_set = self._find_limit_set(context)
             has_exceeded = has_exceeded_by_set.get(id(limit_set))
             if has_exceeded is None:
                 has_exceeded = any(limit.meter in exceeded for limit in limit_set.meters)
@@ -408,19 +408,32 @@ class LimitFilter:
         counter = self._backend.create_meter(limit)
         return QuotaLimit(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
+    def _find_limit_set(self, context: RequestContext) -> LimitSet:
+        """Return the limits that apply to a request: only budgets for a line of a batch, which has no rate."""
+        return self._get_limit_set(
+            *(context.principal, context.pool.model, context.adapter),
+            has_only_budgets=context.batch_line is not None,
+        )
+
     def _get_limit_set(
-        self, principal: Principal, model: str, adapter: Adapter | None = None
+        self,
+        principal: Principal,
+        model: str,
+        adapter: Adapter | None = None,
+        *,
+        has_only_budgets: bool = False,
     ) -> LimitSet:
         """Return the limits for a model, or for an adapter, which those for its base model limit too."""
         organisation, project = principal.organisation, principal.project
         name = model if adapter is None else adapter.name
-        cache_key = (principal.key, principal.user, project, organisation, model, name)
+        kind = "budgets" if has_only_budgets else ""
+        cache_key = (principal.key, principal.user, project, organisation, model, name, kind)
         limit_set = self._limit_sets.get(cache_key)
         if limit_set is None:
             if len(self._limit_sets) >= MAX_CACHED_LIMIT_SETS:
                 self._limit_sets.clear()
             owners = (
-                ("key", self._current_key(principal.key)),
+                ("key", self.find_current_key(principal.key)),
                 ("user", principal.user),
                 ("project", project),
                 ("organisation", organisation),
@@ -430,6 +443,7 @@ class LimitFilter:
                 for owner in owners
                 for meter in self._meters_by_owner.get(owner, ())
                 if meter.model in {None, model, name}
+                and (meter.unit == "nano_dollars" or not has_only_budgets)
             )
             limit_set = LimitSet(
                 meters,
@@ -441,7 +455,7 @@ class LimitFilter:
             self._limit_sets[cache_key] = limit_set
         return limit_set
 
-    def _current_key(self, key: str) -> str:
+    def find_current_key(self, key: str) -> str:
         """Return the last successor of a key. All of them share its limits."""
         while key in self._key_successors:
             key = self._key_successors[key]

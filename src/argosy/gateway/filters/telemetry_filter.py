@@ -138,6 +138,12 @@ class TelemetryFilter:
         if self._prefix_doctor is not None and is_measured:
             self._prefix_doctor.add(context)
         self._traces.complete(trace, now)
+        if context.batch_line is not None:  # its times mean nothing without a waiting client
+            self._metrics.record_request_end(
+                *(trace.model, trace.principal.tenant, trace.status, None),
+                *(trace.tokens, context.bill.nano_dollars),
+            )
+            return
         self._record_metrics(context, now)
         if self._objectives is not None and self._objectives.objectives and is_measured:
             self._objectives.record_request(context, now)

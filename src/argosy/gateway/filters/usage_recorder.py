@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import structlog
 
 from argosy.gateway.request_context import RequestContext
@@ -34,11 +35,13 @@ class UsageRecorder:
         self._clock = clock
 
     async def on_request(self, context: RequestContext) -> bool:
-        """Allocate the request's row in the usage log.
+        """Allocate the request's row in the usage log. The row of a line of a batch is written with its result.
 
         Raises:
             ApiError: 503 if the usage log is full.
         """
+        if context.batch_line is not None:
+            return True
         try:
             context.usage_slot = self._usage_log.allocate_slot(
                 begin_usage_row(context), context.rates
@@ -56,6 +59,8 @@ class UsageRecorder:
         Raises:
             ApiError: 503 if the usage log is full.
         """
+        if context.batch_line is not None:
+            return
         assert context.usage_slot is not None  # noqa: S101 - set by `on_request`
         if context.draft is not None:
             record, rates = context.draft
@@ -70,6 +75,28 @@ class UsageRecorder:
     def on_complete(self, context: RequestContext) -> None:
         """Complete the row with the billed tokens."""
         bill, slot = context.bill, context.usage_slot
+        findings = "" if context.content is None else context.content.summarise()
+        context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
+        line = context.batch_line
+        if line is not None:
+            line.has_reached_replica = (
+                context.placement is not None and context.placement.has_reached_replica
+            )
+            line.record = msgspec.structs.replace(
+                begin_usage_row(context),
+                ended_at=self._clock(),
+                status=context.status,
+                replica=context.replica_name,
+                digest=context.model_digest,
+                input_tokens=bill.usage.prompt_tokens,
+                cached_tokens=bill.usage.cached_tokens,
+                output_tokens=bill.usage.output_tokens,
+                nano_dollars=bill.nano_dollars,
+                is_capped=bill.is_capped,
+                findings=findings,
+                service_tier="batch",
+            )
+            return
         assert slot is not None  # noqa: S101 - set by `on_request`
         slot.set_counts(bill.usage)
         slot.finish(
@@ -78,9 +105,8 @@ class UsageRecorder:
             self._clock(),
             context.model_digest,
             is_capped=bill.is_capped,
-            findings="" if context.content is None else context.content.summarise(),
+            findings=findings,
         )
-        context.trace.cost = CostTrace(bill.nano_dollars, context.rates)
 
 
 def _ledger_full_error() -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -200,7 +201,7 @@ def build_giving_way(config: GivingWayConfig) -> GivingWay | None:
     if not config.enabled:
         return None
     return GivingWay(
-        (config.premium_after_s, config.standard_after_s, config.free_after_s),
+        (config.premium_after_s, config.standard_after_s, config.free_after_s, math.inf),
         config.min_slice_s,
         config.max_paused_share,
         config.max_share,

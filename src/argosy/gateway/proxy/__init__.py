@@ -14,6 +14,7 @@ from argosy.gateway.proxy.answer_sampler import AnswerSampler
 from argosy.gateway.proxy.demand_meter import DemandReport, ModelDemand
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path, prebuild_fast_path
 from argosy.gateway.proxy.handlers import CompletionHandlers
+from argosy.gateway.proxy.model_call import ResponseReceiver
 from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error, starting_error
 from argosy.gateway.proxy.response_cache import ResponseCache
 from argosy.gateway.proxy.routing_preview import RoutingPreview, RoutingPreviewer

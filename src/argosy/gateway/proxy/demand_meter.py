@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.policy import weighted_tokens
+from argosy.policy import BATCH_TIER, weighted_tokens
 from argosy.policy.placement import PlacementPool, PlacementRequest
 
 MAX_REPORTED_SECONDS = 30
@@ -72,12 +72,16 @@ class DemandMeter:
         return math.floor(self._clock()) - 1
 
     def on_arrived(self, request: PlacementRequest, pool: _Pool) -> None:
-        """Count a request that arrived, with the output that is expected of it."""
+        """Count a request that arrived, with the output that is expected of it. Batches are no demand."""
+        if request.tier == BATCH_TIER:
+            return
         expected_tokens = pool.expected_output_tokens(request)
         self._add(pool, weighted_tokens(request.prompt_tokens, expected_tokens), 0.0)
 
     def on_progress(self, request: PlacementRequest, pool: _Pool, output_tokens: int) -> None:
         """Count what a request was served since the last call."""
+        if request.tier == BATCH_TIER:
+            return
         total = weighted_tokens(request.prompt_tokens, output_tokens)
         served = total - self._counted.get(request, 0.0)
         if served > 0.0:

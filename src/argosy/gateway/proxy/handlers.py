@@ -93,7 +93,7 @@ from argosy.http_server import (
     SlowReaderError,
     internal_error,
 )
-from argosy.policy import Bill, RequestEnd, TenantMemory, compute_bill
+from argosy.policy import Bill, PoolLoad, RequestEnd, TenantMemory, compute_bill
 from argosy.policy.placement import PlacementLimits, QueueLimits
 from argosy.protocol import ApiError, format_event
 
@@ -218,6 +218,10 @@ class CompletionHandlers:
     def count_by_tenant(self) -> dict[str, list[int]]:
         """Return the number of running and of queued requests of each tenant."""
         return self._driver.count_by_tenant()
+
+    def read_pool_load(self, pool: Pool) -> PoolLoad:
+        """Return the requests and slots of a pool, for the lines of batches."""
+        return self._driver.read_pool_load(pool)
 
     def read_demand(self) -> DemandReport:
         """Return the demand for all models."""
@@ -392,11 +396,7 @@ class CompletionHandlers:
     def _build_context(
         self, exchange: HttpExchange, fields: RequestFields, api: ApiShape, principal: Principal
     ) -> RequestContext:
-        """Resolve the model and build the request's context.
-
-        Raises:
-            ApiError: The model does not exist for the principal, or could not serve the request.
-        """
+        """Resolve the model and build the request's context. Raises ApiError if the model cannot serve it."""
         if not fields.model:
             deployment = find_deployment(exchange.requested_path)
             name = deployment or self._models.find_only_model(principal, api.tasks)
@@ -446,6 +446,8 @@ class CompletionHandlers:
             content=content,
             truncation=truncation,
         )
+        if exchange.batch_line is not None:
+            context.become_line(exchange.batch_line)
         if target.decisions or self._models.flags.declared:
             self._explain_decisions(context, target)
         return context
@@ -668,7 +670,8 @@ class CompletionHandlers:
         for route, decision in target.decisions[-1:]:
             if decision.is_taken and isinstance(route.config, RouteConfig):
                 context.cascade, context.conversation = route.config.cascade, decision.conversation
-                if exchange.internal_route:  # a judge would have to be judged
+                # A judge would have to be judged, and a line has one row in the ledger.
+                if exchange.internal_route or exchange.batch_line is not None:
                     context.cascade = None
             if decision.is_degraded:
                 headers.append((DEGRADED_HEADER, quote(decision.route).encode()))

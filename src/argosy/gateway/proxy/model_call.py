@@ -23,19 +23,33 @@ from argosy.protocol import ApiError
 RequestHandler = Callable[[HttpExchange, Principal, ApiShape, bytes], Awaitable[None]]
 
 
-class _ResponseReceiver(ResponseTransport):
-    """Transport that keeps a response in one piece."""
+class ResponseReceiver(ResponseTransport):
+    """Transport of a request of the gateway itself, which keeps a response in one piece.
 
-    __slots__ = ("_is_disconnected", "_listener", "body", "status")
+    Args:
+        request_body: Body of the request, unless the exchange has it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_is_disconnected", "_listener", "_request_body", "body", "status")
+
+    def __init__(self, request_body: bytes = b"") -> None:
         self.status, self.body = 0, b""
+        self._request_body = request_body
         self._listener: ClientListener | None = None
         self._is_disconnected = False
 
     @property
     def is_disconnected(self) -> bool:
         return self._is_disconnected
+
+    async def read_body(self, max_bytes: int, tenant: str | None = None) -> bytes:  # noqa: ARG002 - not needed
+        return self._request_body
+
+    def start_sized_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:  # noqa: ARG002 - not needed
+        self.status = status
+
+    def write_nowait(self, data: bytes) -> None:
+        self.body += data
 
     def send_response(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:  # noqa: ARG002 - not needed
         self.status, self.body = status, body
@@ -76,7 +90,7 @@ class ModelCaller:
             ApiError: The request was refused, or failed.
             TimeoutError: The response took too long.
         """
-        receiver = _ResponseReceiver()
+        receiver = ResponseReceiver()
         headers = tuple(context.exchange.headers)
         exchange = context.exchange.detach(
             receiver, method="POST", path=api.path.decode(), dropped_headers=headers
@@ -108,7 +122,7 @@ class ModelCaller:
         Raises:
             TimeoutError: The response took too long.
         """
-        receiver = _ResponseReceiver()
+        receiver = ResponseReceiver()
         request = HttpRequest("POST", api.path.decode(), b"", [], "", receiver)
         exchange = HttpExchange(request, limits)
         await self._run(exchange, receiver, principal, api, body, timeout_s)
@@ -117,7 +131,7 @@ class ModelCaller:
     async def _run(
         self,
         exchange: HttpExchange,
-        receiver: _ResponseReceiver,
+        receiver: ResponseReceiver,
         principal: Principal,
         api: ApiShape,
         body: bytes,

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from argosy.gateway.pool import Pool
 from argosy.gateway.proxy.demand_meter import DemandMeter, DemandReport, ModelDemand
-from argosy.policy import WakeAt
+from argosy.policy import BATCH_TIER, LOWEST_TIER, PoolLoad, WakeAt
 from argosy.policy.placement import (
     Arrived,
     Attempt,
@@ -104,12 +104,34 @@ class PlacementDriver:
             arrived=[sum(tokens) for tokens in zip(*arrived, strict=True)],
             served=[sum(tokens) for tokens in zip(*served, strict=True)],
             active_requests=sum(version.active_requests for version in versions),
-            queued_requests=sum(map(len, queues)),
-            queued_tokens=sum(queue.cost_tokens for queue in queues),
+            queued_requests=sum(queue.count_up_to(LOWEST_TIER) for queue in queues),
+            queued_tokens=sum(
+                queue.cost_tokens for queue in queues if queue.highest_tier is not None
+            ),
             queue_age_s=max(0.0, now - min(oldest)) if oldest else 0.0,
             queued_tenants=sum(queue.tenant_count for queue in queues),
             queued_tier=_min_tier(queue.highest_tier for queue in queues),
             served_tier=_min_tier(each.served_tier(now) for each in pool_queues),
+        )
+
+    def read_pool_load(self, pool: Pool) -> PoolLoad:
+        """Return the requests and slots of a pool, for the lines of batches.
+
+        A server that cannot pause streams has a quarter of its slots for lines, since they do not yield.
+        """
+        queue = self._core.queues.get(pool)
+        free_slots, total = pool.free_slots(self._clock())
+        running = [0] * len(free_slots) if queue is None else queue.running_by_tier
+        lines, free = running[BATCH_TIER], free_slots[BATCH_TIER]
+        if not any(replica.resumes_exactly for replica in pool.replicas.values()):
+            free = min(free, max(0, max(1, total // 4) - lines))
+        return PoolLoad(
+            total_slots=total,
+            free_slots=free,
+            running_lines=lines,
+            online_running=sum(running[:BATCH_TIER]),
+            online_waiting=0 if queue is None else queue.queue.count_up_to(LOWEST_TIER),
+            kv_usage=min((load.kv_usage_ratio for load in pool.reachable_loads()), default=0.0),
         )
 
     def preview(self, request: PlacementRequest, pool: Pool) -> PlacementPreview:

@@ -53,7 +53,7 @@ from argosy.gateway.upstream import (
     UpstreamResponse,
 )
 from argosy.http_server import Deadlines, HttpExchange
-from argosy.policy import AttemptOutcome, classify_status
+from argosy.policy import BATCH_TIER, AttemptOutcome, classify_status
 from argosy.policy.placement import (
     Attempt,
     AttemptAnswered,
@@ -180,7 +180,8 @@ class RequestProxy:
         self._context.move_to_pool(cast("Pool", move.pool), move.reason)
 
     def on_pause(self, pause: Pause) -> None:
-        reason = "the replica drains" if pause.waiting is None else "it gives way to other requests"
+        gives_way = pause.waiting is not None or self._request.tier == BATCH_TIER
+        reason = "it gives way to other requests" if gives_way else "the replica drains"
         if self._request.state is RequestState.SENT:
             self._calls[0].abort(StreamPausedError(reason))
         else:

@@ -18,6 +18,9 @@ A request with several sequences counts with all the slots that it takes. At a n
 gives up one slot after the other, since the engine pauses single sequences. It gets none back before its attempt ends.
 The engine uses each row that others leave free in any case.
 
+**Batches.** A stream of a batch pauses for any waiting request of another tier, at once and without these bounds, since
+no client waits for it.
+
 **Bounds.** A stream runs for at least `min_slice_s` after its first token each time, and an unanswered request stays as
 long at its replica. In one second, at most
 `max_paused_share` of the slots are paused.
@@ -28,6 +31,8 @@ no further slot while other tenants of its tier wait.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from argosy.policy.placement.replica import PlacementReplica
@@ -37,7 +42,7 @@ from argosy.policy.placement.request import PlacementRequest
 class GivingWay(msgspec.Struct, frozen=True):
     """When streams of one pool give way."""
 
-    after_s: tuple[float, ...] = (0.3, 1.0, 5.0)
+    after_s: tuple[float, ...] = (0.3, 1.0, 5.0, math.inf)
     """How long a request of each tier waits before streams pause for it."""
     min_slice_s: float = 2.0
     """How long a stream runs at least before it pauses, and between two pauses."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from argosy.policy.fair_queue import LOWEST_TIER
+from argosy.policy.fair_queue import BATCH_TIER, LOWEST_TIER
 from argosy.policy.placement.attempt import Attempt
 from argosy.policy.placement.giving_way import GivingWay, is_pausable_at
 from argosy.policy.placement.messages import Pause
@@ -66,6 +66,32 @@ def choose_pauses(
         elif not (request.arithmetic_id or request.unsuitable):
             tiers.discard(tier)  # the tenants that follow have even less of a claim
     return pauses
+
+
+def choose_batch_pauses(queue: PoolQueue, now: float) -> list[Pause]:
+    """Choose the streams of batches that pause now: one for each waiting request above batches without a free slot.
+
+    Those with the fewest tokens to compute again come first.
+    """
+    running = [
+        request
+        for streams in queue.running[BATCH_TIER].values()
+        for request in streams.requests
+        if request.state is RequestState.STREAMING and request.attempts[0].is_stream
+    ]
+    pausing = sum(request.attempts[0].is_pausing for request in running)
+    candidates = [
+        request
+        for request in running
+        if not request.attempts[0].is_pausing
+        and request.attempts[0].slots == 1
+        and request.attempts[0].replica.health.is_schedulable
+        and is_pausable_at(request, request.attempts[0].replica)
+    ]
+    candidates.sort(key=_pause_cost)
+    free_slots, _ = queue.pool.free_slots(now)
+    count = max(0, queue.queue.count_up_to(LOWEST_TIER) - pausing - free_slots[LOWEST_TIER])
+    return [Pause(request, request.attempts[0], None) for request in candidates[:count]]
 
 
 def _count_expected_slots(
@@ -133,7 +159,7 @@ class PausePlan:
 
     def choose(self, waiting: PlacementRequest) -> Pause | None:
         """Choose the stream that pauses for a waiting request, or none if no stream has to."""
-        for tier in range(LOWEST_TIER, waiting.tier - 1, -1):
+        for tier in range(BATCH_TIER, waiting.tier - 1, -1):
             tenants = self._running[tier]
             for name in sorted(tenants, key=lambda name: self.load(tier, name), reverse=True):
                 if not self._may_lose(tier, name, waiting):

@@ -17,7 +17,7 @@ from argosy.policy.concurrency_slots import (
     no_reservation_active,
     reserved_slots,
 )
-from argosy.policy.fair_queue import DispatchQueue
+from argosy.policy.fair_queue import BATCH_TIER, DispatchQueue
 from argosy.policy.load_shedding import is_tenant_within_share, is_tier_admitted, saturation
 from argosy.policy.placement.attempt import Attempt
 from argosy.policy.placement.giving_way import (
@@ -93,11 +93,11 @@ class PoolQueue:
         return not (self.queue or self.displaced)
 
     def served_tier(self, now: float) -> int | None:
-        """Return the rank of the highest tier with running requests or recent ones; None if there is none."""
+        """Return the rank of the highest tier above batches with running or recent requests; None if there is none."""
         return next(
             (
                 tier
-                for tier in TIER_RANKS
+                for tier in TIER_RANKS[:BATCH_TIER]
                 if self.running_by_tier[tier] or now - self._last_request_at[tier] < RECENT_WINDOW_S
             ),
             None,

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from argosy.policy.breaker import AttemptOutcome
 from argosy.policy.concurrency_slots import slot_share
-from argosy.policy.fair_queue import LOWEST_TIER
+from argosy.policy.fair_queue import BATCH_TIER
 from argosy.policy.prefix_cache_index import EstimatedPrefixIndex, PrefixCacheIndex
 from argosy.policy.replica_health import ReplicaHealth
 from argosy.policy.routing import ReplicaLoad
 from argosy.policy.smoothing import EwmaRate
 from argosy.protocol import adapter_digest_prefix
 
-TIER_RANKS = range(LOWEST_TIER + 1)
+TIER_RANKS = range(BATCH_TIER + 1)
 DEFAULT_MAX_CONCURRENCY = 256
 MIN_PREFILL_TOKENS = 64
 """Minimum prompt length for a measurement of the prefill rate. Shorter prompts give no useful rate."""
@@ -42,7 +42,7 @@ class PlacementReplica:
     is_exact: bool = field(default=True, kw_only=True)
     """Whether the replica reports that its results do not depend on other requests, bit for bit."""
     slot_shares: tuple[int, ...] | None = field(default=None, kw_only=True)
-    """Slots that this gateway may use if its next request has tier 0, 1 or 2; None if it may use all."""
+    """Slots that this gateway may use if its next request has tier 0, 1, 2 or 3; None if it may use all."""
     adapters: dict[str, int] = field(default_factory=dict, init=False)
     """Sizes in bytes of the adapters that it has or was sent requests for since the report, by digest or its prefix."""
     adapter_bytes_per_s: float = field(default=0.0, init=False)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from argosy.policy.fair_queue import BATCH_TIER
 from argosy.policy.placement.attempt import Attempt
 from argosy.policy.placement.messages import Pause
-from argosy.policy.placement.pauses import choose_pauses
+from argosy.policy.placement.pauses import choose_batch_pauses, choose_pauses
 from argosy.policy.placement.pool_queue import PoolQueue
 from argosy.policy.placement.replica import PlacementReplica
 from argosy.policy.placement.request import PlacementRequest, RequestState
@@ -41,10 +42,10 @@ class StreamPauser:
 
     def watch(self, queue: PoolQueue, tier: int, now: float) -> None:
         """Let streams give way once a request of this tier, which waits from now on, has waited long enough."""
+        at = now + self._pause_batches(queue, now)
         settings = queue.pool.giving_way
-        if settings is None:
-            return
-        at = now + settings.after_s[tier]
+        if settings is not None:
+            at = min(at, now + settings.after_s[tier])
         if at < queue.give_way_at:
             self._timers.cancel(queue.give_way_timer)
             self._schedule(queue, at)
@@ -56,8 +57,11 @@ class StreamPauser:
     def _give_way(self, queue: PoolQueue, now: float) -> None:
         """Let streams pause for requests that have waited too long."""
         queue.give_way_at = math.inf
+        again_after_s = self._pause_batches(queue, now)
         settings = queue.pool.giving_way
         if settings is None or not queue.queue:
+            if again_after_s < math.inf:
+                self._schedule(queue, now + again_after_s)
             return
         budget = queue.pause_budget.refill(settings.max_paused_share * queue.total_slots, now)
         max_pauses = min(budget, MAX_PAUSES_AT_ONCE)
@@ -73,6 +77,14 @@ class StreamPauser:
         self._schedule(queue, now + GIVE_WAY_INTERVAL_S)
         if gives_up:
             self._dispatch(queue, now)
+
+    def _pause_batches(self, queue: PoolQueue, now: float) -> float:
+        """Let streams of batches pause for requests of other tiers. Returns the seconds until the next look."""
+        if not (queue.running[BATCH_TIER] and queue.queue.highest_tier is not None):
+            return math.inf
+        for pause in choose_batch_pauses(queue, now):
+            self._pause(queue, pause)
+        return GIVE_WAY_INTERVAL_S
 
     def move_streams(self, queue: PoolQueue, now: float) -> bool:
         """Move streams off draining replicas, as far as other replicas of their arithmetic have room.
