@@ -103,6 +103,7 @@ EXHAUSTIVE = {
     "add-a-model-family.md",
     "add-vllm-or-sglang.md",
     "back-up-and-restore.md",
+    "capacity-questions.md",
     "declare-a-fleet.md",
     "first-fleet.md",
     "models.md",
@@ -113,7 +114,7 @@ EXHAUSTIVE = {
     "two-replicas-and-a-failover.md",
     "upgrade-and-roll-back.md",
 }
-"""Pages that start many processes. Faster tests of the same subjects are in the default tier."""
+"""Pages that start many processes or simulate much. Faster tests of the same subjects are in the default tier."""
 NEED_A_SERVER = {
     "add-vllm-or-sglang.md",
     "files.md",
