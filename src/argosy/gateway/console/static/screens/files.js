@@ -1,7 +1,7 @@
 // Files of the caller's project: what it keeps at the gateway, how long, and how much of its bytes they take.
 import { html } from "../vendor.js";
 import { call, useResource } from "../core/api.js";
-import { bytes, time } from "../core/format.js";
+import { bytes, exact, time } from "../core/format.js";
 import { Action, Card, Name, Pill, Resource } from "../ui/parts.js";
 import { Table, timeColumn } from "../ui/table.js";
 
@@ -16,7 +16,7 @@ export default function Files() {
 
 const listColumns = (reload) => [
   { key: "filename", label: "Name", value: (row) => row.filename, cell: (row) => html`<${Name} value=${row.filename} />` },
-  { key: "bytes", label: "Size", isNumber: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
+  { key: "bytes", label: "Size", isNumber: true, value: (row) => row.bytes, cell: (row) => (row.bytes < 2 ** 20 ? `${exact(row.bytes)} B` : bytes(row.bytes)) },
   { key: "purpose", label: "Purpose", value: (row) => row.purpose, cell: (row) => html`<${Pill} kind="none">${row.purpose}<//>` },
   timeColumn("created_at", "At"),
   { key: "expires_at", label: "Expires", isTime: true, value: (row) => row.expires_at, cell: (row) => (row.expires_at ? time(row.expires_at, { date: true }) : "never") },
