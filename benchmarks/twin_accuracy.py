@@ -403,8 +403,11 @@ Predictions of the model behind `argosy capacity`, compared with all public meas
 `--rows FILE.csv` prints the same tables for other measurements.
 
 * Each row is replayed by its protocol: a closed loop with its concurrency and lengths, a batch, or arrivals.
-* Nothing is fitted to a row or a family. Efficiencies of kernels come from a database of kernels. Six coefficients of
-  each engine were fitted to Llama 3.1 70B in fp8 on H200. All other models and accelerators are predictions.
+* Nothing is tuned for a single row. Efficiencies of kernels come from a database of kernels. Five coefficients of each
+  engine were fitted to Llama 3.1 70B in fp8 on H200.
+* Three choices looked at other rows, so the figures of these families are no pure predictions. They are the host time
+  per layer, the time per step of TensorRT-LLM (8B on H100), and the kernels of experts (gpt-oss, DeepSeek-R1).
+* Details of the protocols follow the published scripts, and some were adjusted after comparing.
 * Errors are relative and without sign: mean, and median in brackets, in percent. The bias has a sign.
 """
 PUBLISHED = """
