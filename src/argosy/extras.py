@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Extra = Literal[
-    "engine", "transformers", "gpu", "postgres", "redis", "s3", "kubernetes", "ray", "grpc"
+    "engine", "transformers", "gpu", "postgres", "redis", "s3", "kubernetes", "ray", "grpc", "cold"
 ]
 """Extra of pyproject.toml with what a part of the program needs at run time."""
 

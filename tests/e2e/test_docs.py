@@ -75,6 +75,10 @@ NOT_RUN = {
         "argosy plan": NO_CLUSTER,
         "argosy up": NO_CLUSTER,
     },
+    "keep-and-erase.md": {
+        "argosy usage archive": "needs DuckDB; tests/integration/store/test_usage_archive.py moves rows",
+        "argosy usage --csv rows.csv --archive": "needs DuckDB; the same test reads them",
+    },
     "models.md": {"argosy models pull Qwen": NO_NETWORK},
     "quality.md": {
         "argosy quality run support --model chat-v2": "needs two models; tests/unit/cli/test_quality.py compares them",

@@ -83,11 +83,18 @@ def usage(
             help="Write every row of the ledger to this file, or the sums with --by; - is standard output."
         ),
     ] = None,
+    archive: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="With --csv, also the rows that `usage archive` moved there."
+        ),
+    ] = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
     """Show the used tokens and their cost."""
     from argosy.store import UsageFilter, parse_report_groups
+    from argosy.usage_archive import UsageArchive
 
     if context.invoked_subcommand is not None:
         return
@@ -107,7 +114,15 @@ def usage(
             replica=replica,
         )
         if csv is not None and by is None:
-            _write_csv(opened_store.ledger.export_csv(usage_filter), csv)
+            ledger = opened_store.ledger
+            if archive is None and ledger.list_parts(usage_filter):
+                fail("rows of this time were moved to an archive; give it by --archive")
+            pages = (
+                None
+                if archive is None
+                else UsageArchive(ledger, archive).iter_records(usage_filter)
+            )
+            _write_csv(ledger.export_csv(usage_filter, pages), csv)
             return
         groups = parse_report_groups(DEFAULT_GROUPS if by is None else by)
         if csv is not None:
@@ -167,6 +182,33 @@ def export(
             usage_filter,
         )
         _write_csv(pieces, output)
+
+
+@app.command("archive")
+def archive_usage(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="Folder, or URL of an object store like s3://bucket/name."
+        ),
+    ],
+    *,
+    before: Annotated[
+        float,
+        typer.Option(
+            parser=parse_past_time,
+            metavar="WHEN",
+            help="Move days that ended before a date (UTC), or a duration before now.",
+        ),
+    ],
+    store: StoreUrl = None,
+) -> None:
+    """Move single rows of whole days from the ledger into Parquet files. Sums stay, to the nano-dollar."""
+    from argosy.usage_archive import UsageArchive
+
+    with open_existing_store(store) as opened_store:
+        moved = UsageArchive(opened_store.ledger, target).move(before)
+    typer.echo(f"{moved:,} rows were moved to {target}.")
 
 
 @app.command()

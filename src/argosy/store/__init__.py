@@ -82,6 +82,8 @@ from argosy.store.idempotency_store import (
 )
 from argosy.store.item_table import Item
 from argosy.store.ledger import (
+    ALL_USAGE,
+    ColdPart,
     Ledger,
     RecordOrder,
     ReportGroup,

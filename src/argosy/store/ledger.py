@@ -155,6 +155,21 @@ class UsageReportRow(UsageTotals, frozen=True, kw_only=True):
     replica: str | None = None
 
 
+class ColdPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the archive with single records of one day, which the ledger has as sums only."""
+
+    key: str
+    """Path in the archive."""
+    organisation: str
+    day: int
+    """Days since the epoch."""
+    rows: int
+    nano_dollars: int
+    """Cost of the records."""
+    size_bytes: int
+    sha256: str
+
+
 RecordOrder = Literal[
     "duration_s", "input_tokens", "cached_tokens", "output_tokens", "nano_dollars"
 ]
@@ -536,13 +551,15 @@ class Ledger:
         with self._database.read_transaction() as connection:
             return {row[0]: row[1] for row in connection.execute(query)}
 
-    def export_csv(self, where: UsageFilter = ALL_USAGE) -> Iterator[str]:
+    def export_csv(
+        self, where: UsageFilter = ALL_USAGE, pages: Iterable[list[UsageRecord]] | None = None
+    ) -> Iterator[str]:
         """Yield single records as pieces of CSV text: a header, then the fields of each `UsageRecord`.
 
-        Times are in ISO 8601.
+        Times are in ISO 8601. The `pages` of an archive are written instead of those of the ledger.
         """
         yield format_csv([UsageRecord.__struct_fields__])
-        for page in self.iter_records(where):
+        for page in self.iter_records(where) if pages is None else pages:
             yield format_csv(map(_to_csv_row, page))
 
     def export_report_csv(
@@ -586,6 +603,59 @@ class Ledger:
                 time.sleep(ROLL_UP_PAUSE_S)
             removed += self._roll_up_batch(before, where)
 
+    def read_oldest(self, before: float, limit: int) -> list[UsageRecord]:
+        """Return the first records of the oldest day of an organisation, of whole days that ended before a time."""
+        rows = schema.usage.c
+        order = rows.ended_at, rows.request
+        oldest = select(rows.organisation, rows.day).where(rows.ended_at < before // DAY_S * DAY_S)
+        with self._database.read_transaction() as connection:
+            first = connection.execute(oldest.order_by(*order).limit(1)).first()
+            if first is None:
+                return []
+            of_day = and_(rows.organisation == first.organisation, *_day_bounds(first.day))
+            query = select(*_RECORD_COLUMNS).where(of_day).order_by(*order).limit(limit)
+            return _to_records(connection.execute(query))
+
+    def replace_by_part(self, part: ColdPart, last: UsageRecord) -> bool:
+        """List a part of the archive, and replace its records by daily sums, in one transaction.
+
+        Args:
+            part: The part, which has the first records of its organisation and day.
+            last: Last record of the part, by end time and id.
+
+        Returns:
+            False, without any change, if the ledger has other records than the part by now.
+        """
+        rows = schema.usage.c
+        past = and_(
+            rows.organisation == part.organisation,
+            *_day_bounds(part.day),
+            tuple_(rows.ended_at, rows.request) <= (last.ended_at, last.request),
+        )
+        sums = select(func.count(), func.sum(rows.nano_dollars)).where(past)
+        with self._database.write_transaction(is_snapshot=True) as connection:
+            _lock_days(connection)
+            found = connection.execute(sums).one()
+            if (found[0], int(found[1] or 0)) != (part.rows, part.nano_dollars):
+                return False
+            _replace_by_sums(connection, past)
+            connection.execute(schema.cold_parts.insert(), msgspec.structs.asdict(part))
+        return True
+
+    def list_parts(self, where: UsageFilter = ALL_USAGE) -> list[ColdPart]:
+        """List the parts of the archive that may have records of an organisation and time, from old to new."""
+        table, conditions = schema.cold_parts.c, list[ColumnElement[bool]]()
+        organisation = where.organisation or self._organisation_id
+        if organisation is not None:
+            conditions.append(table.organisation == organisation)
+        if where.since is not None:
+            conditions.append(table.day >= int(where.since // DAY_S))
+        if where.until is not None:
+            conditions.append(table.day <= int(where.until // DAY_S))
+        query = select(schema.cold_parts).where(*conditions).order_by(table.day, table.key)
+        with self._database.read_transaction() as connection:
+            return [ColdPart(**row._asdict()) for row in connection.execute(query)]
+
     def _find_rotated_keys(self, owners: Collection[str], since: float) -> dict[str, list[str]]:
         """Return for each key id itself and its predecessors by rotation that were valid at `since` or later."""
         keys = schema.keys.c
@@ -608,28 +678,44 @@ class Ledger:
 
     def _roll_up_batch(self, before: float, where: list[ColumnElement[bool]]) -> int:
         """Roll up the oldest records that ended before a time. Batches keep the lock times of other writers short."""
-        rows, days = schema.usage, schema.usage_days
+        rows = schema.usage
         past = and_(rows.c.ended_at < before, *where)
         # A snapshot, so that records added meanwhile are neither summed nor deleted.
         with self._database.write_transaction(is_snapshot=True) as connection:
-            if connection.dialect.name == "postgresql":
-                # This lock blocks only other roll-ups. A lock on `usage` would wait for its VACUUM and block inserts.
-                connection.execute(text("LOCK TABLE usage_days IN SHARE ROW EXCLUSIVE MODE"))
+            _lock_days(connection)
             end_times = select(rows.c.ended_at).where(past).order_by(rows.c.ended_at)
             last = connection.execute(end_times.offset(ROLL_UP_BATCH_ROWS - 1).limit(1)).scalar()
             if last is not None:
                 past = and_(rows.c.ended_at <= last, *where)
-            insert = conflict_aware_insert(connection, days)
-            sums = _select_sums(rows, func.count(), _REPORT_GROUPS, [past])
-            sums = sums.add_columns(func.count() - _CHARGED_REQUESTS[0])
-            summed = ("requests", *_SUMMED_COLUMNS, "unanswered")
-            connection.execute(
-                insert.from_select([*_REPORT_GROUPS, *summed], sums).on_conflict_do_update(
-                    index_elements=list(_REPORT_GROUPS),
-                    set_={name: days.c[name] + insert.excluded[name] for name in summed},
-                )
-            )
-            return connection.execute(delete(rows).where(past)).rowcount
+            return _replace_by_sums(connection, past)
+
+
+def _lock_days(connection: Connection) -> None:
+    """Let other roll-ups wait, before the snapshot of a transaction begins."""
+    if connection.dialect.name == "postgresql":
+        # A lock on `usage` would wait for its VACUUM and block inserts.
+        connection.execute(text("LOCK TABLE usage_days IN SHARE ROW EXCLUSIVE MODE"))
+
+
+def _replace_by_sums(connection: Connection, past: ColumnElement[bool]) -> int:
+    """Replace records by daily sums, and return their number. The transaction is a snapshot after `_lock_days`."""
+    rows, days = schema.usage, schema.usage_days
+    insert = conflict_aware_insert(connection, days)
+    sums = _select_sums(rows, func.count(), _REPORT_GROUPS, [past])
+    sums = sums.add_columns(func.count() - _CHARGED_REQUESTS[0])
+    summed = ("requests", *_SUMMED_COLUMNS, "unanswered")
+    connection.execute(
+        insert.from_select([*_REPORT_GROUPS, *summed], sums).on_conflict_do_update(
+            index_elements=list(_REPORT_GROUPS),
+            set_={name: days.c[name] + insert.excluded[name] for name in summed},
+        )
+    )
+    return connection.execute(delete(rows).where(past)).rowcount
+
+
+def _day_bounds(day: int) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    ended_at = schema.usage.c.ended_at
+    return ended_at >= day * DAY_S, ended_at < (day + 1) * DAY_S
 
 
 def _select_sums(

@@ -348,6 +348,16 @@ usage_days = Table(
 )
 """Daily sums of the usage records that were rolled up. Limits do not count the `unanswered` requests among them."""
 
+cold_parts = Table(
+    "cold_parts",
+    metadata,
+    Column("key", Text, primary_key=True),
+    *_columns(organisation=Text, day=Integer, rows=BigInteger, nano_dollars=BigInteger),
+    *_columns(size_bytes=BigInteger, sha256=Text),
+    Index("cold_parts_organisation", "organisation", "day"),
+)
+"""Files of the archive with single usage records that `usage_days` has as sums. Days are as there."""
+
 
 def _owner_columns() -> tuple[Column[str], Column[str]]:
     """Organisation, and project, or user or key without a project, to which a record belongs."""

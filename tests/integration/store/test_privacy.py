@@ -59,6 +59,7 @@ KEPT = {
     "audit": "the hash chain has no gaps",
     "usage_days": "sums of the ledger",
     "hardware_days": "sums of the cost of hardware",
+    "cold_parts": "one row for each organisation, day and 20,000 requests of the archive of usage",
     **dict.fromkeys(
         (
             *("organisations", "projects", "users", "keys", "limits", "prices", "flags"),

@@ -30,7 +30,7 @@ _LOCK_NOT_AVAILABLE = "55P03"
 _ADVISORY_LOCK_ID = 0x4172676F7379
 """Id of the PostgreSQL advisory lock that migrations hold."""
 
-NEWEST_REVISION = "0014"
+NEWEST_REVISION = "0015"
 """Revision of the last step in `versions`."""
 STEP_FOLDERS = (Path(__file__).parent / "versions",)
 
