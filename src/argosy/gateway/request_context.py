@@ -147,6 +147,8 @@ class RequestContext(msgspec.Struct, eq=False):
     principal: Principal
     tier: int
     """Rank of the tier in which the request is queued."""
+    batch_line: BatchLine | None = None
+    """The line of a batch that the request is; None for others."""
     route_name: str = ""
     """Name of the route that selected the pool. Empty if no route matched."""
     route_reason: str = ""
@@ -234,14 +236,7 @@ class RequestContext(msgspec.Struct, eq=False):
     @property
     def is_measured(self) -> bool:
         """Whether it counts for objectives, series and comparisons, as all but the work for quality and batches do."""
-        exchange = self.exchange
-        return exchange.internal_route != QUALITY_ROUTE and exchange.batch_line is None
-
-    @property
-    def batch_line(self) -> BatchLine | None:
-        """The line of a batch that the request is; None for others."""
-        line: BatchLine | None = self.exchange.batch_line
-        return line
+        return self.batch_line is None and self.exchange.internal_route != QUALITY_ROUTE
 
     @property
     def model(self) -> str:
@@ -250,6 +245,7 @@ class RequestContext(msgspec.Struct, eq=False):
 
     def become_line(self, line: BatchLine) -> None:
         """Run as a line of a batch, which may pause for long."""
+        self.batch_line = line
         self.response_id, self.tier, self.deadline = line.request_id, line.tier, math.inf
 
     def compute_priority(self, adapter: BackendAdapter) -> int:
