@@ -204,6 +204,15 @@ post chat/completions -d '{"model": "chat", "messages": [{"role": "user", "conte
 wait_for eval "argosy usage | grep -q ' 3 '"
 argosy down
 """
+VIEWER = """argosy keys create ops -p acme --role viewer --scope gateway > ops
+export ARGOSY_API_KEY=$(grep -o "sk-argosy-[^ ]*" ops)
+"""
+ANY_GATEWAY = """cat > gateway.yaml << END
+{port: 8000, store: {}, models: [{name: llama, replicas: [{url: "http://127.0.0.1:8001"}]}]}
+END
+argosy gateway --config gateway.yaml 2> gateway.log &
+timeout 60 sh -c 'until curl -sf http://127.0.0.1:8000/health; do sleep 0.1; done'
+"""
 BEFORE = {
     "add-vllm-or-sglang.md": f"""{REQUEST}
 echo "{{port: 8001, models: [{{name: qwen, replicas: [{{url: '$ARGOSY_URL', model: argosy-mini}}]}}]}}" > gateway.yaml
@@ -211,15 +220,10 @@ argosy gateway --config gateway.yaml 2> gateway.log &
 timeout 60 sh -c 'until curl -sf http://127.0.0.1:8001/ready; do sleep 0.1; done'
 """,
     "back-up-and-restore.md": f"{QUESTIONS}export ARGOSY_STORE=sqlite:////var/lib/argosy/argosy.db\n{USED_FLEET}",
-    "costs.md": ANY_ACCOUNTS,
+    "costs.md": f"{ANY_ACCOUNTS}{VIEWER}{ANY_GATEWAY}",
     "long-streams.md": REQUEST,
     "models.md": ANY_ACCOUNTS,
-    "objectives.md": """cat > gateway.yaml << END
-{port: 8000, store: {}, models: [{name: llama, replicas: [{url: "http://127.0.0.1:8001"}]}]}
-END
-argosy gateway --config gateway.yaml 2> gateway.log &
-timeout 60 sh -c 'until curl -sf http://127.0.0.1:8000/health; do sleep 0.1; done'
-""",
+    "objectives.md": ANY_GATEWAY,
     "rotate-keys.md": ANY_ACCOUNTS,
     "troubleshoot.md": ANY_ACCOUNTS,
 }

@@ -24,6 +24,7 @@ def fill(url: str, accounts: int) -> None:
     named = [{"name": f"n{n}", "created_at": float(n)} for n in numbers]
     role = {"role": "user", "scope": "organisation"}
     share = {"tier": "free", "weight": 1.0, "share_cache": False, "quota_failure_mode": "open"}
+    share |= {"quality": "off"}
     empty: dict[str, tuple[str, ...]] = {"networks": (), "flags": ()}
     rows: dict[sa.Table, list[dict[str, Any]]] = {
         schema.organisations: [row | {"id": f"org_{n:06}"} for n, row in enumerate(named)],

@@ -149,6 +149,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Rank of the tier in which the request is queued."""
     batch_line: BatchLine | None = None
     """The line of a batch that the request is; None for others."""
+    is_measured: bool = True
+    """Whether it counts for objectives, series and comparisons, as all but the work for quality and batches do."""
     route_name: str = ""
     """Name of the route that selected the pool. Empty if no route matched."""
     route_reason: str = ""
@@ -234,18 +236,13 @@ class RequestContext(msgspec.Struct, eq=False):
     """Id of the original request if the response is a replay for its idempotency key."""
 
     @property
-    def is_measured(self) -> bool:
-        """Whether it counts for objectives, series and comparisons, as all but the work for quality and batches do."""
-        return self.batch_line is None and self.exchange.internal_route != QUALITY_ROUTE
-
-    @property
     def model(self) -> str:
         """Public name of what answers: the adapter, or else the model."""
         return self.pool.model if self.adapter is None else self.adapter.name
 
     def become_line(self, line: BatchLine) -> None:
         """Run as a line of a batch, which may pause for long."""
-        self.batch_line = line
+        self.batch_line, self.is_measured = line, False
         self.response_id, self.tier, self.deadline = line.request_id, line.tier, math.inf
 
     def compute_priority(self, adapter: BackendAdapter) -> int:

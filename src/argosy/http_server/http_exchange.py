@@ -249,7 +249,13 @@ class HttpExchange:
         if self._body is not None:
             return self._body
         max_bytes, transport = self._limits.body_limit_bytes, self._transport
-        self._check_body_headers(max_bytes)
+        length = self.headers.get(b"content-length", b"0")
+        if (
+            b"content-encoding" in self.headers
+            or not length.isdigit()
+            or int(length[:20]) > max_bytes
+        ):
+            self._check_body_headers(max_bytes)
         if transport.is_body_complete:
             body = await transport.read_body(max_bytes)
         else:

@@ -174,7 +174,6 @@ REMEDIES = {
     "/v1/": "See /openapi.json",
     "/v1/admin/keys": "See /openapi.json",
     "/nowhere": "See /openapi.json",
-    "/v1/messages/batches": "See /openapi.json",
 }
 
 

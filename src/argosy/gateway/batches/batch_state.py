@@ -48,7 +48,7 @@ class BatchState:
         models = tuple(dict.fromkeys(names))
         if len(models) > MAX_MODELS:
             message = f"The lines name {len(models)} models. Send at most {MAX_MODELS} per batch."
-            raise ApiError(400, "invalid_request", message)
+            raise ApiError(400, "invalid_value", message)
         for name in models:
             self._models.find_target(name, principal, {})
         return models

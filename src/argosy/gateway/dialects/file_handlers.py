@@ -77,7 +77,7 @@ class CompleteUploadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/uploads/{id}/complete`."""
 
     part_ids: Annotated[list[str], Meta(min_length=1, max_length=10_000)]
-    md5: Annotated[str, Meta(pattern="^[0-9a-fA-F]{32}$")] | None = None
+    md5: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{32}$(?!\n)")] | None = None
 
 
 class FilePageQuery(msgspec.Struct, frozen=True, kw_only=True):

@@ -212,10 +212,11 @@ class LimitFilter:
                 unknown and the project fails closed.
         """
         fields, principal = context.fields, context.principal
-        limit_set = self._find_limit_set(context)
+        model, is_line = context.pool.model, context.batch_line is not None
+        limit_set = self._get_limit_set(principal, model, context.adapter, has_only_budgets=is_line)
         now = self._clock()
         wall_time = now - steady_clock.offset_s
-        rates = self._prices.rates_at(context.pool.model, TIERS[principal.tier], wall_time)
+        rates = self._prices.rates_at(model, TIERS[principal.tier], wall_time)
         context.rates = rates
         prompt_tokens = fields.estimated_prompt_tokens
         expected_tokens = self._output_lengths.estimate(

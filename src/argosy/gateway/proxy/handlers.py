@@ -448,6 +448,8 @@ class CompletionHandlers:
         )
         if exchange.batch_line is not None:
             context.become_line(exchange.batch_line)
+        if exchange.internal_route == QUALITY_ROUTE:
+            context.is_measured = False
         if target.decisions or self._models.flags.declared:
             self._explain_decisions(context, target)
         return context

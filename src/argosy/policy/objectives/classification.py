@@ -52,7 +52,10 @@ _EXCLUDED = (
     # other endpoints: administration, and messages between processes of the fleet
     *("unknown_setting", "replica_not_found", "conflict", "other_fleet", "stale_version"),
     *("other_base_model", "other_model", "query_timeout", "issuer_unavailable"),
-    "store_unavailable",
+    *("store_unavailable", "no_blob_store", "storage_full"),
+    # files and batches
+    *("invalid_form", "invalid_upload", "file_in_use", "range_not_satisfiable"),
+    *("batch_not_cancellable", "too_many_batches"),
 )
 CODE_CLASSES: dict[str, CodeClass] = {
     **dict.fromkeys(_MISSES, "miss"),
