@@ -77,7 +77,6 @@ NOT_RUN = {
     },
     "keep-and-erase.md": {
         "argosy usage archive": "needs DuckDB; tests/integration/store/test_usage_archive.py moves rows",
-        "argosy usage --csv rows.csv --archive": "needs DuckDB; the same test reads them",
     },
     "models.md": {"argosy models pull Qwen": NO_NETWORK},
     "quality.md": {

@@ -11,6 +11,7 @@ import httpx2
 from tests.support.fake_upstream import UpstreamRequest, listening
 from tests.support.gateway_processes import OrganisationAccounts, gateways, open_organisation
 from tests.support.native_upstream import NativeScript, NativeUpstream
+from tests.support.waiting import until
 
 from argosy.deployment import (
     AuthConfig,
@@ -117,6 +118,7 @@ async def test_nothing_that_a_rule_removes_reaches_a_file_or_the_log(tmp_path: P
             )  # fmt: skip
             async with gateways(config, tmp_path) as (gateway,):
                 await send_all(gateway.url, key)
+                await until(lambda: any(each.route == "judge" for each in read_rows(accounts)))
                 judged = [each.request for each in read_rows(accounts) if each.route == "judge"]
                 async with httpx2.AsyncClient(
                     base_url=gateway.url, headers={"api-key": key}
@@ -125,7 +127,6 @@ async def test_nothing_that_a_rule_removes_reaches_a_file_or_the_log(tmp_path: P
                         explained = (await client.get(f"/admin/requests/{request}")).text
                         assert '"steps"' in explained
                         assert CARD not in explained
-                assert judged
                 await gateway.stop()
                 log = "".join(gateway.log)
         found = [each.findings for each in read_rows(accounts)]
