@@ -160,6 +160,8 @@ class BatchDispatcher:
                     async with asyncio.timeout(TICK_S):
                         await self._changed.wait()
                 self._changed.clear()
+                if committer.done():
+                    committer.result()  # raises what ended it, so that both tasks are started again
                 try:
                     if time.monotonic() - read_at >= REFRESH_INTERVAL_S:
                         self._apply_work(await run_in_daemon_thread(self._store.list_work))
@@ -237,8 +239,8 @@ class BatchDispatcher:
             state = self._pools[pool]
             window = state.window.update(self._generation.read_pool_load(pool), now)
             free = min(window - running[pool], MAX_CLAIMED_LINES)
-            for (_, model), waiting in by_pool.items():
-                if _ is pool and free > 0:
+            for (target, model), waiting in by_pool.items():
+                if target is pool and free > 0:
                     free -= await self._claim(pool, model, state.shares, waiting, free)
 
     async def _claim(
