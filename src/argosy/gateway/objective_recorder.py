@@ -47,19 +47,34 @@ class _HourRecord:
     __slots__ = ("details", "is_written", "slots")
 
     def __init__(self) -> None:
-        self.slots: dict[int, tuple[int, int]] = {}
+        self.slots: dict[int, list[int]] = {}
+        """Requests and misses by number of the slot."""
         self.details = MissDetails()
         self.is_written = False
 
-    def add(self, slot: int, requests: int, misses: int) -> None:
-        before = self.slots.get(slot, (0, 0))
-        self.slots[slot] = before[0] + requests, before[1] + misses
+    def slot(self, second: int) -> list[int]:
+        """Return the counts of the slot of a second, which the caller changes."""
         self.is_written = False
+        return self.slots.setdefault(second % HOUR_S // SLOT_S, [0, 0])
 
     def to_counts(self) -> HourCounts:
         slots = sorted(self.slots)
         counts = [self.slots[each] for each in slots]
         return HourCounts(slots, [each[0] for each in counts], [each[1] for each in counts])
+
+
+class _Counter:
+    """Counts of one objective, with what a request would otherwise look up or compute again."""
+
+    __slots__ = ("counts", "hour", "id", "labels", "objective", "slot_start")
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self.id = objective.id  # a digest
+        self.labels = (objective.name,)
+        self.slot_start = -SLOT_S
+        self.hour = _HourRecord()
+        self.counts = [0, 0]
 
 
 class ObjectiveRecorder:
@@ -82,7 +97,8 @@ class ObjectiveRecorder:
         self._metrics = metrics
         self._clock = clock
         self.objectives: Sequence[Objective] = ()
-        self._matching: dict[tuple[str, str, str], tuple[list[Objective], list[Objective]]] = {}
+        self._counters: list[_Counter] = []
+        self._matching: dict[tuple[str, int, str], tuple[list[_Counter], list[_Counter]]] = {}
         """Objectives about requests, and those about tokens, by model, tier and tenant."""
         self._hours: dict[tuple[str, int], _HourRecord] = {}
         """By objective and start of the hour; without an objective the times of the reports."""
@@ -93,6 +109,7 @@ class ObjectiveRecorder:
     def apply(self, config: ObjectivesConfig) -> None:
         """Follow other objectives. Their counters are exposed from now on, also at 0."""
         self.objectives = config.build_objectives()
+        self._counters = [_Counter(each) for each in self.objectives]
         self._matching.clear()
         for objective in self.objectives:
             self._metrics.objective_requests.add((objective.name,), 0)
@@ -104,41 +121,49 @@ class ObjectiveRecorder:
         """Count a request that ended at a monotonic time. A replay for its idempotency key does not count."""
         if context.replayed_request_id or context.is_copy:
             return
-        trace = context.trace
+        counters = self._find(context)[0]
+        if not counters:
+            return
+        trace, fields = context.trace, context.fields
         first_token_s = None
         if trace.first_token_at is not None:
             first_token_s = trace.first_token_at - trace.arrived_at
         ended = EndedRequest(
-            status=context.status,
-            code=context.trace.error_code,
-            has_own_deadline=context.deadline
-            >= context.exchange.arrived_at + context.fields.timeout_s,
-            is_stream=context.fields.stream,
-            first_token_s=first_token_s,
-            duration_s=ended_at - trace.arrived_at,
+            context.status,
+            trace.error_code,
+            context.deadline >= context.exchange.arrived_at + fields.timeout_s,
+            fields.stream,
+            first_token_s,
+            ended_at - trace.arrived_at,
         )
-        for objective in self._find(context)[0]:
-            cause = judge_request(objective, ended)
+        for counter in counters:
+            cause = judge_request(counter.objective, ended)
             if cause is not None:
-                self._count(objective, 1, int(bool(cause)), cause, context)
+                self._count(counter, 1, 1 if cause else 0, cause, context)
 
     def record_intervals(self, context: RequestContext, intervals_s: Sequence[float]) -> None:
         """Count times between tokens, which are sorted."""
         if context.is_copy:
             return
-        for objective in self._find(context)[1]:
-            slow = len(intervals_s) - bisect_right(intervals_s, objective.below_s or 0.0)
-            self._count(objective, len(intervals_s), slow, SLOW, context)
+        for counter in self._find(context)[1]:
+            slow = len(intervals_s) - bisect_right(intervals_s, counter.objective.below_s or 0.0)
+            self._count(counter, len(intervals_s), slow, SLOW, context)
 
-    def _find(self, context: RequestContext) -> tuple[list[Objective], list[Objective]]:
+    def _find(self, context: RequestContext) -> tuple[list[_Counter], list[_Counter]]:
+        principal = context.principal
         model = context.failed_models[0] if context.failed_models else context.model
-        key = model, TIERS[context.principal.tier], context.principal.tenant
+        key = model, principal.tier, principal.tenant
         found = self._matching.get(key)
         if found is None:
-            matching = [each for each in self.objectives if each.matches(*key)]
+            tier = TIERS[principal.tier]
+            matching = [
+                each
+                for each in self._counters
+                if each.objective.matches(model, tier, principal.tenant)
+            ]
             found = (
-                [each for each in matching if each.sli != "itl"],
-                [each for each in matching if each.sli == "itl"],
+                [each for each in matching if each.objective.sli != "itl"],
+                [each for each in matching if each.objective.sli == "itl"],
             )
             if len(self._matching) >= 10_000:  # tenants come and go
                 self._matching.clear()
@@ -146,20 +171,19 @@ class ObjectiveRecorder:
         return found
 
     def _count(
-        self,
-        objective: Objective,
-        requests: int,
-        misses: int,
-        cause: str,
-        context: RequestContext,
+        self, counter: _Counter, requests: int, misses: int, cause: str, context: RequestContext
     ) -> None:
         now = int(self._clock())
-        self._metrics.objective_requests.add((objective.name,), requests)
-        record = self._hour(objective.id, now)
-        record.add(now % HOUR_S // SLOT_S, requests, misses)
+        if not 0 <= now - counter.slot_start < SLOT_S or counter.hour.is_written:
+            counter.hour = self._hour(counter.id, now)
+            counter.slot_start = now - now % SLOT_S
+            counter.counts = counter.hour.slot(now)
+        counter.counts[0] += requests
+        self._metrics.objective_requests.add(counter.labels, requests)
         if not misses:
             return
-        self._metrics.objective_misses.add((objective.name, cause), misses)
+        counter.counts[1] += misses
+        self._metrics.objective_misses.add((counter.objective.name, cause), misses)
         details = MissDetails(causes={cause: misses}, requests=[context.response_id])
         for counts, value in (
             (details.replicas, context.replica_name),
@@ -168,10 +192,16 @@ class ObjectiveRecorder:
         ):
             if value:
                 counts[value] = misses
-        record.details.add(details)
+        counter.hour.details.add(details)
 
     def _hour(self, objective: str, now: int) -> _HourRecord:
         return self._hours.setdefault((objective, now - now % HOUR_S), _HourRecord())
+
+    def _count_report(self, now: int, *, is_last: bool = False) -> None:
+        """Count that this process has reported in the slot of a second."""
+        counts = self._hour("", now).slot(now)
+        counts[0] += 1
+        counts[1] += STOPPED * is_last
 
     async def run(self, store: ObjectiveHours, fleet: str) -> None:
         """Write the counts at the end of each slot until cancelled."""
@@ -183,7 +213,7 @@ class ObjectiveRecorder:
     async def close(self, store: ObjectiveHours, fleet: str) -> None:
         """Write what is left, and that this process reports no more."""
         now = int(self._clock())
-        self._hour("", now).add(now % HOUR_S // SLOT_S, 1, STOPPED)
+        self._count_report(now, is_last=True)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._write(store, fleet)
@@ -197,7 +227,7 @@ class ObjectiveRecorder:
         if not self._marked_until or self._marked_until < start:
             start = end - SLOT_S
         for slot in range(start, end, SLOT_S):
-            self._hour("", slot).add(slot % HOUR_S // SLOT_S, 1, 0)
+            self._count_report(slot)
         self._marked_until = end
 
     async def _write(self, store: ObjectiveHours, fleet: str) -> None:

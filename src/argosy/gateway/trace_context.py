@@ -13,7 +13,6 @@ _TRACEPARENT = re.compile(
 )
 _TRACESTATE = re.compile(rb"[\t -~]{1,512}")
 SERVER_SPAN, GENERATION_SPAN, QUEUE_SPAN = "server", "generation", "queue"
-_RANDOM_BITS = 56
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -28,11 +27,6 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False, array_like=True):
     state: str = ""
     """The client's `tracestate`."""
 
-    @property
-    def random_value(self) -> int:
-        """The last 56 bits of the trace id, by which all that see the trace sample alike."""
-        return int(self.trace_id[-_RANDOM_BITS // 4 :], 16)
-
     def upstream_headers(self, response_id: str, attempt: int) -> list[tuple[bytes, bytes]]:
         """Return the headers of an attempt, whose span is the parent of the replica's own.
 
@@ -41,16 +35,19 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False, array_like=True):
             attempt: Number of attempts before it.
         """
         span_id = compute_span_id(response_id, f"attempt {attempt}").hex()
-        parent = f"00-{self.trace_id}-{span_id}-{self.is_sampled:02x}"
+        parent = f"00-{self.trace_id}-{span_id}-{'01' if self.is_sampled else '00'}"
         headers = [(b"traceparent", parent.encode())]
-        return [*headers, (b"tracestate", self.state.encode())] if self.state else headers
+        if self.state:
+            headers.append((b"tracestate", self.state.encode()))
+        return headers
 
 
 def read_trace_context(headers: Mapping[bytes, bytes], response_id: str) -> TraceContext:
-    """Return the client's trace, or a new one if its header is missing or invalid."""
-    match = _TRACEPARENT.fullmatch(headers.get(b"traceparent", b""))
+    """Return the client's trace. Without a valid header, it is a new one with the digits of the response's id."""
+    parent = headers.get(b"traceparent")
+    match = _TRACEPARENT.fullmatch(parent) if parent else None
     if match is None:
-        return TraceContext(blake2b(response_id.encode(), digest_size=16).hexdigest())
+        return TraceContext(response_id[-32:])
     state = headers.get(b"tracestate", b"")
     return TraceContext(
         match[2].decode(),

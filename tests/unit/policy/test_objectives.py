@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from argosy.policy.objectives import (
@@ -136,7 +137,7 @@ def test_every_error_code_is_classified() -> None:
 def test_requests_count_by_error_code_and_by_wait(
     changes: dict[str, object], availability: str | None, ttft: str | None
 ) -> None:
-    request = COMPLETED._replace(**changes)  # type: ignore[arg-type]
+    request = msgspec.structs.replace(COMPLETED, **changes)
     assert judge_request(STRICT, request) == availability
     assert judge_request(TTFT, request) == ttft
 

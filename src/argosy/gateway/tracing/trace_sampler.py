@@ -17,8 +17,11 @@ class TraceSampler:
     """Keeps the traces of failures and of callers that sample, and a share of all others, within a bound."""
 
     def __init__(self, ratio: float, max_traces_per_s: int) -> None:
-        self._threshold = round((1 - ratio) * _RANDOM_RANGE)
-        self._state = _format_threshold(self._threshold)
+        threshold = round((1 - ratio) * _RANDOM_RANGE)
+        above_all = "g"
+        self._threshold = f"{threshold:014x}" if threshold < _RANDOM_RANGE else above_all
+        """A trace is kept if its last 14 digits are not below it. So all that see the trace sample alike."""
+        self._state = _format_threshold(threshold)
         self._limit = max_traces_per_s
         self._tenant_limit = math.ceil(max_traces_per_s / TENANT_SHARE)
         self._second = 0
@@ -30,14 +33,13 @@ class TraceSampler:
 
         Returns `unsampled` if it is not, and `tenant_bound` or `bound` if only a bound prevents it.
         """
-        attempts = len(trace.attempts) + len(trace.earlier_attempts)
         if trace.status in {"failed", "stopped"}:
             reason = "error"
-        elif attempts > 1 or trace.pauses:
+        elif len(trace.attempts) + len(trace.earlier_attempts) > 1 or trace.pauses:
             reason = "attempts"
         elif context.is_sampled:
             reason = "caller"
-        elif context.random_value >= self._threshold:
+        elif context.trace_id[-14:] >= self._threshold:
             reason = "ratio"
         else:
             return "unsampled"

@@ -5,7 +5,9 @@ Both an overloaded fleet and a tenant at its own limit answer 429. Only the firs
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from argosy.policy.billing import RequestStatus
 from argosy.policy.objectives.objective import Objective
@@ -69,7 +71,7 @@ MISS_CAUSES = (*_MISSES, "timeout", "deadline_exceeded", UNKNOWN_FAILURE)
 """Causes of misses of availability."""
 
 
-class EndedRequest(NamedTuple):
+class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     """End of a request, as far as objectives depend on it."""
 
     status: RequestStatus
