@@ -9,7 +9,8 @@ a replica on an accelerator, and `capacity` finds out how many of them a load ne
 
 from argosy.twin.ledger_replay import convert_records
 from argosy.twin.linear_cost import LinearStepCost
-from argosy.twin.run import Plan, TwinResult, make_plan, run_scenario
+from argosy.twin.result import TwinResult
+from argosy.twin.run import Plan, make_plan, run_scenario
 from argosy.twin.scenario import (
     Engine,
     Fault,

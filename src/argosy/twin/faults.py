@@ -40,12 +40,11 @@ class FaultInjector:
     """Carries out the faults of a run."""
 
     def __init__(
-        self, simulation: Simulation, fleet: SimulatedFleet, gateway: SimulatedGateway, zones: int
+        self, simulation: Simulation, fleet: SimulatedFleet, gateway: SimulatedGateway
     ) -> None:
         self._simulation = simulation
         self._fleet = fleet
         self._gateway = gateway
-        self._zones = zones
 
     def schedule(self, fault: Fault) -> None:
         """Let a fault happen at its time."""
@@ -56,9 +55,10 @@ class FaultInjector:
         simulation.trace(f"fault {fault.kind} {fault.replica}")
         match fault.kind:
             case "zone":
-                for name, process in tuple(fleet.processes.items()):
-                    if int(name.rsplit("-", 1)[1]) % self._zones == fault.replica % self._zones:
-                        fleet.crash(process, "its zone is gone")
+                fleet.lose_zone(fault.replica)
+            case "region":
+                fleet.lose_region(fault.replica)
+                self._later(fault, partial(fleet.restore_region, fault.replica))
             case "rollout":
                 fleet.declare(1.0, fails_to_start=False)
             case "bad_rollout":
@@ -86,6 +86,9 @@ class FaultInjector:
                 process.is_cut = True
                 self._gateway.expect_stall(process)
                 self._later(fault, partial(self._restore_link, process))
+            case "cache_corruption":
+                process.is_cache_corrupt = True
+                self._later(fault, partial(self._restore_cache, process))
             case "spot_reclaim":
                 self._fleet.reclaim(process, min(fault.duration_s, SPOT_NOTICE_S))
             case _:
@@ -96,6 +99,9 @@ class FaultInjector:
 
     def _restore_metrics(self, process: SimulatedReplica) -> None:
         process.is_report_stale = False
+
+    def _restore_cache(self, process: SimulatedReplica) -> None:
+        process.is_cache_corrupt = False
 
     def _restore_link(self, process: SimulatedReplica) -> None:
         process.settle()

@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 
 from argosy.engine.scheduling import SchedulerLimits
+from argosy.policy import ReplicaStatus
 from argosy.policy.autoscaling import (
     ArrivedTokens,
     Autoscaler,
@@ -40,6 +41,7 @@ from argosy.twin.gateway import SimulatedGateway
 from argosy.twin.prober import Prober
 from argosy.twin.replica import Fidelity, SimulatedReplica, Version
 from argosy.twin.rollout import SimulatedRollout
+from argosy.twin.scenario import PoolSettings
 from argosy.twin.simulation import NS_PER_S, Simulation, require
 from argosy.twin.step_cost import StepCost
 
@@ -51,6 +53,8 @@ SCALING_INTERVAL_S = 5.0
 PUBLISH_S = 0.5
 """Time until a gateway follows a published rotation."""
 DRAIN_TIMEOUT_S = 60.0
+MAX_ROUNDS = 4
+"""Reconciliations at one time after which no action may be left."""
 
 
 class _Member(msgspec.Struct, eq=False):
@@ -75,12 +79,11 @@ class SimulatedFleet:
 
     Args:
         simulation: Clock and events.
+        pool: Settings of the pool.
         desired: Pool as it is declared.
         limits: Limits of each replica's scheduler.
         cost: Price of the steps.
         fidelity: Fidelity of the replicas.
-        start_s: Time from the start of a replica until it serves.
-        probe_interval_s: Shortest time between two health checks of a gateway.
         rollout: Decides which versions run.
         scaling: Limits of the autoscaler; None if it is off.
     """
@@ -88,13 +91,12 @@ class SimulatedFleet:
     def __init__(
         self,
         simulation: Simulation,
+        pool: PoolSettings,
         desired: DesiredPool,
         *,
         limits: SchedulerLimits,
         cost: StepCost,
         fidelity: Fidelity,
-        start_s: float,
-        probe_interval_s: float,
         rollout: SimulatedRollout,
         scaling: AutoscalerSettings | None,
     ) -> None:
@@ -111,8 +113,9 @@ class SimulatedFleet:
         self._limits = limits
         self._cost = cost
         self._fidelity = fidelity
-        self._start_s = start_s
-        self._probe_interval_s = probe_interval_s
+        self._pool = pool
+        self._lost_regions: Counter[int] = Counter()
+        """How often each region is lost now."""
         self._rollout = rollout
         self._versions = [Version(desired.generation)]
         """All versions that were declared, by generation from 1."""
@@ -126,7 +129,9 @@ class SimulatedFleet:
     def start(self, gateway: SimulatedGateway) -> None:
         """Begin with all declared replicas ready, and control them from now on."""
         self._gateway = gateway
-        self._prober = Prober(self._simulation, gateway, self.processes, self._probe_interval_s)
+        self._prober = Prober(
+            self._simulation, gateway, self.processes, self._pool.probe_interval_s
+        )
         for ordinal in range(self.desired.replicas):
             name = replica_name(POOL, self.desired.generation, ordinal)
             member = self._launch(name, self.desired.generation, ordinal)
@@ -142,6 +147,12 @@ class SimulatedFleet:
         version = Version(len(self._versions) + 1, slowdown, fails_to_start)
         self._versions.append(version)
         self._rollout.declared = version.generation
+
+    def _is_available(self, name: str, member: _Member) -> bool:
+        """Return whether a replica serves the requests of the gateway."""
+        process = member.process
+        is_serving = process.state == "ready" and not process.is_cut
+        return member.in_rotation and is_serving and self._is_routed(name, member)
 
     def _is_routed(self, name: str, member: _Member) -> bool:
         return name in self._gateway.pool_of(member.generation).replicas
@@ -170,6 +181,41 @@ class SimulatedFleet:
         member.state, member.reason, member.exited_at = LaunchState.EXITED, reason, now
         self._simulation.trace(f"exit {process.name} {reason}")
         self._gateway.lose_replica(process, reason)
+
+    def lose_zone(self, zone: int) -> None:
+        """Let all replicas of a zone exit, counted around."""
+        for name, process in tuple(self.processes.items()):
+            if self._zone_of(name) == zone % self._pool.zones:
+                self.crash(process, "its zone is gone")
+
+    def lose_region(self, region: int) -> None:
+        """Let all replicas of a region exit, counted around. None starts there until `restore_region`."""
+        region %= self._pool.regions
+        self._lost_regions[region] += 1
+        for name, process in tuple(self.processes.items()):
+            if self._zone_of(name) % self._pool.regions == region:
+                self.crash(process, "its region is gone")
+
+    def restore_region(self, region: int) -> None:
+        """End a loss of a region."""
+        self._lost_regions[region % self._pool.regions] -= 1
+
+    def _zone_of(self, name: str) -> int:
+        return int(name.rsplit("-", 1)[1]) % self._pool.zones
+
+    def is_settled(self) -> bool:
+        """Whether all declared replicas serve and get requests, and there are no others."""
+        now = self._simulation.now
+        wanted = {each.generation: each.replicas for each in self._desired_versions()}
+        found = dict.fromkeys(wanted, 0)
+        for name, member in self._members.items():
+            if not self._is_available(name, member) or member.generation not in found:
+                return False
+            routed = self._gateway.pool_of(member.generation).replicas[name]
+            if routed.health.status(now) is not ReplicaStatus.READY:
+                return False
+            found[member.generation] += 1
+        return found == wanted
 
     def finish(self) -> None:
         """Count the time of the replicas that still run."""
@@ -207,7 +253,8 @@ class SimulatedFleet:
     def _become_ready(self, member: _Member, attempt: int) -> None:
         if member.attempt != attempt or member.process.state != "starting":
             return
-        if self._versions[member.generation - 1].fails_to_start:
+        region = self._zone_of(member.process.name) % self._pool.regions
+        if self._versions[member.generation - 1].fails_to_start or self._lost_regions[region]:
             self.crash(member.process, "exited with status 1")
             return
         member.process.state = "ready"
@@ -234,18 +281,32 @@ class SimulatedFleet:
             self._observing_since, self._observed_at, now, MAX_OBSERVATION_GAP_S
         )
         self._observed_at = now
-        observed = ObservedFleet(
-            replicas=tuple(self._observe(name, each) for name, each in self._members.items()),
-            observing_since=self._observing_since,
-        )
+        observed = self._observe_all()
         limits, route = self.desired.restart_limits, self._rollout.route
         self._rollout.decide(observed.replicas, limits, self.desired.replicas, now)
         if self._rollout.route is not route:
             self._gateway.follow_route()
-        desired = DesiredFleet(pools=self._desired_versions())
-        for action in reconcile(desired, observed, now).actions:
-            self._act(action)
+        self._reconcile(observed, now)
         self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
+
+    def _reconcile(self, observed: ObservedFleet, now: float) -> None:
+        """Act until nothing is left to do, as a controller reconciles again after each change."""
+        desired = DesiredFleet(pools=self._desired_versions())
+        actions = reconcile(desired, observed, now).actions
+        for _ in range(MAX_ROUNDS):
+            if not actions:
+                return
+            for action in actions:
+                self._act(action, desired.pools)
+            actions = reconcile(desired, self._observe_all(), now).actions
+        left = ", ".join(f"{type(each).__name__} {each.replica}" for each in actions)
+        require(not actions, f"reconciliation does not come to rest: {left}")
+
+    def _observe_all(self) -> ObservedFleet:
+        return ObservedFleet(
+            replicas=tuple(self._observe(name, each) for name, each in self._members.items()),
+            observing_since=self._observing_since,
+        )
 
     def _observe(self, name: str, member: _Member) -> ObservedReplica:
         process, now = member.process, self._simulation.now + self.clock_offset_s
@@ -276,11 +337,11 @@ class SimulatedFleet:
             is_routed_by_any=is_routed,
         )
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, versions: tuple[DesiredPool, ...]) -> None:
         name, simulation = action.replica, self._simulation
         self.num_actions[type(action).__name__] += 1
         simulation.trace(f"{type(action).__name__} {name} {action.reason}")
-        self._check_permitted(action)
+        self._check_permitted(action, versions)
         match action:
             case Start():
                 self._start(action)
@@ -305,7 +366,7 @@ class SimulatedFleet:
         if run is not None and all(each.attempt != run.attempt for each in member.past_runs):
             member.past_runs = (*member.past_runs, run)[-MAX_PAST_RUNS:]
         self._simulation.call_later(
-            self._start_s, partial(self._become_ready, member, member.attempt)
+            self._pool.start_s, partial(self._become_ready, member, member.attempt)
         )
 
     def _publish(self, name: str) -> None:
@@ -323,17 +384,27 @@ class SimulatedFleet:
             pool.remove(name, now)
         self._gateway.handle(CapacityChanged(pool))
 
-    def _check_permitted(self, action: Action) -> None:
+    def _check_permitted(self, action: Action, versions: tuple[DesiredPool, ...]) -> None:
         """Check an action by what really exists."""
         member, name = self._members.get(action.replica), action.replica
         running = sum(each.state is not LaunchState.EXITED for each in self._members.values())
-        versions = self._desired_versions()
         size = sum(each.replicas + each.spares + each.max_surge for each in versions)
         match action:
             case Start():
                 is_running = member is not None and member.state is not LaunchState.EXITED
                 require(not is_running, f"{name} is started although it runs")
                 require(running < size, f"{name} would be replica {running + 1} of {size}")
+            case Withdraw() if member is not None and self._is_available(name, member):
+                others = {each.generation: each for each in versions[1:]}
+                version = others.get(member.generation, versions[0])
+                left = sum(
+                    others.get(each.generation, versions[0]) is version
+                    and self._is_available(each_name, each)
+                    for each_name, each in self._members.items()
+                    if each is not member
+                )
+                needed = version.replicas
+                require(left >= needed, f"{name} is withdrawn, which leaves {left} of {needed}")
             case Drain() | Remove() | Stop():
                 in_rotation = member is not None and member.in_rotation
                 require(not in_rotation, f"{name} is ended while it is in the rotation")
@@ -369,7 +440,7 @@ class SimulatedFleet:
                 running_requests=len(gateway.active),
                 kv_used_replicas=sum(each.kv_usage_ratio for each in ready),
                 capacity_tokens_per_s=self._capacity.tokens_per_s,
-                startup_s=self._start_s,
+                startup_s=self._pool.start_s,
                 metrics_age_s=0.0,
             )
         )

@@ -1,4 +1,4 @@
-"""Gateway of a simulated fleet: drives the production's placement, limits, health checks and bills by events.
+"""Gateway of a simulated fleet: drives the production's placement by events, and sends requests to replicas.
 
     arrive -> reserve limits -> PlacementCore -> replica -> tokens -> bill -> ledger
 
@@ -14,30 +14,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-import msgspec
-
 from argosy.bench import RequestRow
 from argosy.engine import EngineRequest
 from argosy.engine.scheduling import Sequence
 from argosy.policy import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
-    NO_CHARGE,
     AttemptOutcome,
-    Bill,
     CacheHitReport,
-    ConcurrencyMeter,
-    QuotaLimit,
-    Rates,
-    RequestEnd,
     RequestStatus,
-    Reservation,
-    SlidingWindow,
     WakeAt,
-    compute_bill,
     compute_prefix_keys,
-    reserve,
-    running_usage,
     weighted_tokens,
 )
 from argosy.policy.placement import (
@@ -62,12 +49,13 @@ from argosy.policy.placement import (
     Send,
     Tick,
 )
-from argosy.policy.traffic import VersionChoice
-from argosy.protocol import SamplingParams, TokenUsage
+from argosy.protocol import SamplingParams
+from argosy.twin.active_request import ActiveRequest, Call
+from argosy.twin.metering import Metering
 from argosy.twin.replica import SAMPLED_TOKEN, SimulatedReplica
 from argosy.twin.rollout import SimulatedRollout, generation_of
 from argosy.twin.simulation import Simulation, require, to_ns
-from argosy.twin.workload import SimulatedRequest, Tenant, prompt_tokens
+from argosy.twin.workload import SimulatedRequest, Span, Tenant, prompt_tokens
 
 ModelPool = PlacementPool[PlacementReplica]
 
@@ -77,51 +65,9 @@ CONNECT_TIMEOUT_S = 2.0
 STALL_TIMEOUT_S = 10.0
 """Silence of a stream after which the gateway gives its replica up."""
 PROGRESS_INTERVAL_S = 0.5
-RATES = Rates(150, 15, 600)
-
-
-class LedgerRow(msgspec.Struct, frozen=True):
-    """Row of a request that has ended."""
-
-    number: int
-    status: RequestStatus
-    bill: Bill
-    delivered_tokens: int
-
-
-class _Call(msgspec.Struct, eq=False):
-    """Attempt that was sent to a replica."""
-
-    id: str
-    request: _ActiveRequest
-    attempt: Attempt
-    replica: SimulatedReplica
-    is_answered: bool = False
-    withheld_tokens: int = 0
-    """Tokens that the network withholds."""
-    is_end_withheld: bool = False
-    first_token_at: float = 0.0
-
-
-class _ActiveRequest(msgspec.Struct, eq=False):
-    """Request that has not ended, as the gateway sees it."""
-
-    planned: SimulatedRequest
-    prompt: list[int]
-    tenant: Tenant
-    placement: PlacementRequest
-    choice: VersionChoice
-    reservation: Reservation
-    arrived_s: float
-    calls: list[_Call] = []
-    num_calls: int = 0
-    delivered: int = 0
-    reported: int = 0
-    reported_at: float = 0.0
-    is_prompt_charged: bool = False
-    cached_tokens: int = 0
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
+CANARY = -1
+CANARY_TENANT = Tenant(name="\0canary")
+CANARY_TOKENS = 4
 
 
 class SimulatedGateway:
@@ -153,8 +99,6 @@ class SimulatedGateway:
         self.pools: dict[int, ModelPool] = {}
         """Pools by generation."""
         self.core = PlacementCore(placement_limits, simulation.stream("placement"))
-        self.ledger: dict[int, LedgerRow] = {}
-        self.rows: list[RequestRow] = []
         self.counts: Counter[str] = Counter()
         """Effects and ends by kind."""
         self.arrived_tokens = 0.0
@@ -166,10 +110,10 @@ class SimulatedGateway:
         self._wake_at = 0.0
         self._duration_s = duration_s
         self._replicas = replicas
-        self._tenants = {tenant.name: tenant for tenant in tenants}
-        self.limits = {tenant.name: _build_limits(tenant) for tenant in self._tenants.values()}
-        self._active: dict[PlacementRequest, _ActiveRequest] = {}
-        self._calls: dict[str, _Call] = {}
+        self._tenants = {tenant.name: tenant for tenant in (*tenants, CANARY_TENANT)}
+        self.metering = Metering(simulation, self._tenants.values())
+        self._active: dict[PlacementRequest, ActiveRequest] = {}
+        self._calls: dict[str, Call] = {}
         self._turns: defaultdict[int, list[SimulatedRequest]] = defaultdict(list)
         self.num_expected = 0
         """Requests that have not ended and those whose time is known."""
@@ -180,7 +124,12 @@ class SimulatedGateway:
                 self._turns[request.after].append(request)
 
     @property
-    def active(self) -> Mapping[PlacementRequest, _ActiveRequest]:
+    def rows(self) -> list[RequestRow]:
+        """Measurements of the requests that have ended."""
+        return self.metering.rows
+
+    @property
+    def active(self) -> Mapping[PlacementRequest, ActiveRequest]:
         """Requests that have not ended."""
         return self._active
 
@@ -200,6 +149,14 @@ class SimulatedGateway:
         for pool in tuple(self.pools.values()):
             self.handle(CapacityChanged(pool))
 
+    def send_canary(self) -> None:
+        """Let a client without limits send a short request. Its number is `CANARY`."""
+        prompt = (Span(0, CANARY_TOKENS),)
+        planned = SimulatedRequest(
+            number=CANARY, tenant=CANARY_TENANT.name, prompt=prompt, output_tokens=CANARY_TOKENS
+        )
+        self._expect(planned, (), 0.0)
+
     # --- requests of clients ---------------------------------------------------------------------
 
     def _expect(self, request: SimulatedRequest, history: tuple[int, ...], delay_s: float) -> None:
@@ -208,7 +165,6 @@ class SimulatedGateway:
 
     def _arrive(self, planned: SimulatedRequest, history: tuple[int, ...]) -> None:
         simulation, tenant = self._simulation, self._tenants[planned.tenant]
-        now = simulation.now
         prompt = [*history, *prompt_tokens(planned.prompt)]
         tokens, domain = len(prompt), tenant.name.encode()
         self.arrived_tokens += weighted_tokens(tokens, planned.output_tokens)
@@ -226,21 +182,9 @@ class SimulatedGateway:
             size_bytes=4 * tokens,
         )
         simulation.trace(f"arrive {placement.id} {tokens}")
-        expected = running_usage(NO_CHARGE, TokenUsage(tokens, 0, planned.output_tokens))
-        minimum = running_usage(NO_CHARGE, TokenUsage(tokens, 0, 0))
-        reservation = reserve(self.limits[tenant.name], expected, minimum, now)
-        is_limited = isinstance(reservation, list)
         choice = self._rollout.select(tenant.name, placement.id)
-        request = _ActiveRequest(
-            planned,
-            prompt,
-            tenant,
-            placement,
-            choice,
-            Reservation([], covers_estimate=True) if isinstance(reservation, list) else reservation,
-            simulation.elapsed_s,
-        )
-        if is_limited:
+        request = ActiveRequest(planned, prompt, tenant, placement, choice, simulation.elapsed_s)
+        if not self.metering.admit(request):
             self._settle(request, "refused", "limit")
             return
         self._active[placement] = request
@@ -291,7 +235,7 @@ class SimulatedGateway:
         if at == self._wake_at:  # a later one does not count any more
             self.handle(Tick())
 
-    def _send(self, request: _ActiveRequest, attempt: Attempt) -> None:
+    def _send(self, request: ActiveRequest, attempt: Attempt) -> None:
         name, simulation = attempt.replica.name, self._simulation
         require(attempt.replica.health.is_schedulable, f"{name} drains and gets a request")
         require(
@@ -299,7 +243,7 @@ class SimulatedGateway:
             f"{request.placement.id} would lose a token or get one twice",
         )
         request.num_calls += 1
-        call = _Call(
+        call = Call(
             f"{request.placement.id}.{request.num_calls}", request, attempt, self._replicas[name]
         )
         request.calls.append(call)
@@ -309,7 +253,7 @@ class SimulatedGateway:
         request.placement.record_sent(attempt, simulation.now)
         simulation.call_later(NETWORK_S, partial(self._receive, call), 1)
 
-    def _receive(self, call: _Call) -> None:
+    def _receive(self, call: Call) -> None:
         """Let a request reach its replica."""
         if call.id not in self._calls:
             return
@@ -355,11 +299,11 @@ class SimulatedGateway:
         if is_ended and call.id in self._calls:
             self._complete(call)
 
-    def _deliver(self, call: _Call, count: int, cached_tokens: int) -> None:
+    def _deliver(self, call: Call, count: int, cached_tokens: int) -> None:
         request, simulation, attempt = call.request, self._simulation, call.attempt
         placement, now = request.placement, simulation.now
         if not call.is_answered:
-            call.is_answered, call.first_token_at = True, now
+            call.is_answered = True
             self.handle(
                 AttemptAnswered(
                     placement,
@@ -388,7 +332,7 @@ class SimulatedGateway:
         if now - request.reported_at >= PROGRESS_INTERVAL_S:
             self._report(request)
 
-    def _report(self, request: _ActiveRequest) -> None:
+    def _report(self, request: ActiveRequest) -> None:
         """Report the tokens delivered since the last report."""
         uncached = len(request.prompt) - request.cached_tokens
         service = weighted_tokens(
@@ -424,20 +368,20 @@ class SimulatedGateway:
             if call.replica is replica:
                 self._simulation.call_later(STALL_TIMEOUT_S, partial(self._on_stall, call))
 
-    def _on_stall(self, call: _Call) -> None:
+    def _on_stall(self, call: Call) -> None:
         if call.id in self._calls and call.replica.is_cut:
             self._lose(call, "stalled")
 
-    def _lose(self, call: _Call, reason: str, *, is_sent: bool = True) -> None:
+    def _lose(self, call: Call, reason: str, *, is_sent: bool = True) -> None:
         if call.id in self._calls:
             self._end_call(
                 call, AttemptEnding.LOST, AttemptOutcome.FAILURE, reason, is_sent=is_sent
             )
 
-    def _find_call(self, placement: PlacementRequest, attempt: Attempt) -> _Call:
+    def _find_call(self, placement: PlacementRequest, attempt: Attempt) -> Call:
         return next(each for each in self._active[placement].calls if each.attempt is attempt)
 
-    def _drop(self, call: _Call) -> None:
+    def _drop(self, call: Call) -> None:
         """Forget an attempt, and cancel it at its replica."""
         del self._calls[call.id]
         call.request.calls.remove(call)
@@ -455,7 +399,7 @@ class SimulatedGateway:
 
     def _end_call(
         self,
-        call: _Call,
+        call: Call,
         ending: AttemptEnding,
         outcome: AttemptOutcome | None,
         reason: str,
@@ -486,14 +430,14 @@ class SimulatedGateway:
             )
         )
 
-    def _complete(self, call: _Call) -> None:
+    def _complete(self, call: Call) -> None:
         request = call.request
         self._end_call(call, AttemptEnding.COMPLETED, AttemptOutcome.SUCCESS, "completed")
         self._finish(request, "completed", "completed")
 
     # --- ends of requests ------------------------------------------------------------------------
 
-    def _finish(self, request: _ActiveRequest, status: RequestStatus, reason: str) -> None:
+    def _finish(self, request: ActiveRequest, status: RequestStatus, reason: str) -> None:
         """End a request, whatever its state."""
         for call in tuple(request.calls):
             self._drop(call)
@@ -501,53 +445,23 @@ class SimulatedGateway:
         del self._active[request.placement]
         self._settle(request, status, reason)
 
-    def _settle(self, request: _ActiveRequest, status: RequestStatus, reason: str) -> None:
+    def _settle(self, request: ActiveRequest, status: RequestStatus, reason: str) -> None:
         """Bill a request that has ended, and let the next turn follow."""
-        planned, simulation = request.planned, self._simulation
-        tokens, delivered = len(request.prompt), request.delivered
-        bill = compute_bill(
-            RequestEnd(
-                status=status,
-                generated=TokenUsage(tokens, request.cached_tokens, delivered),
-                estimated_prompt_tokens=tokens,
-                is_response_started=delivered > 0,
-                is_output_sent=delivered > 0,
-                is_dispatched=request.num_calls > 0,
-            ),
-            RATES,
-        )
-        request.reservation.settle(bill.quota, simulation.now)
-        billed, name = bill.usage.output_tokens, request.placement.id
-        require(planned.number not in self.ledger, f"{name} ended twice")
-        self.ledger[planned.number] = LedgerRow(planned.number, status, bill, delivered)
-        require(billed == delivered, f"{name} got {delivered} tokens and is billed {billed}")
-        is_ok = status == "completed"
-        require(
-            not is_ok or delivered == planned.output_tokens,
-            f"{name} is complete with {delivered} of {planned.output_tokens} tokens",
-        )
+        planned, simulation, delivered = request.planned, self._simulation, request.delivered
+        self.metering.settle(request, status, reason)
         self.counts[status] += 1
         self._rollout.record(
             request.choice, request.tenant.name, request.placement.records, status, delivered
         )
         simulation.trace(f"finish {request.placement.id} {status} {reason} {delivered}")
-        self.rows.append(_build_row(request, status, reason, simulation.elapsed_s))
         self.num_expected -= 1
-        history = (*request.prompt, *([SAMPLED_TOKEN] * delivered)) if is_ok else ()
-        for turn in self._turns.pop(planned.number, ()):
-            if is_ok and simulation.elapsed_s + turn.think_s < self._duration_s:
+        turns = self._turns.pop(planned.number, ()) if status == "completed" else ()
+        for turn in turns:
+            if simulation.elapsed_s + turn.think_s < self._duration_s:
+                history = (*request.prompt, *([SAMPLED_TOKEN] * delivered))
                 self._expect(turn, history, turn.think_s)
-
-
-def _build_limits(tenant: Tenant) -> list[QuotaLimit]:
-    limits = []
-    if tenant.tokens_per_minute is not None:
-        window = SlidingWindow(tenant.tokens_per_minute, 60.0)
-        limits.append(QuotaLimit("organisation", "tokens", "minute", None, window))
-    if tenant.concurrency is not None:
-        meter = ConcurrencyMeter(tenant.concurrency)
-        limits.append(QuotaLimit("organisation", "concurrency", "", None, meter))
-    return limits
+        if not self.num_expected:
+            simulation.stop()
 
 
 def _block_keys(domain: bytes, prompt: list[int]) -> list[bytes]:
@@ -557,30 +471,3 @@ def _block_keys(domain: bytes, prompt: list[int]) -> list[bytes]:
 
 def _digest(number: int) -> bytes:
     return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
-
-
-def _build_row(
-    request: _ActiveRequest, status: RequestStatus, reason: str, ended_s: float
-) -> RequestRow:
-    """Return the measurements of a request as the benchmark has them, with the first and the last token only."""
-    planned, first = request.planned, request.first_token_s
-    is_ok = status == "completed"
-    end_s = request.last_token_s if is_ok else ended_s
-    return RequestRow(
-        index=planned.number,
-        session=planned.number,
-        turn=0 if planned.after is None else 1,
-        phase="measured",
-        outcome="ok" if is_ok else "cancelled" if status == "cancelled" else "error",
-        error="" if is_ok else reason,
-        scheduled_s=request.arrived_s,
-        sent_s=request.arrived_s,
-        end_s=end_s,
-        chunks_s=[] if first is None else [first, end_s],
-        planned_input=len(request.prompt),
-        planned_output=planned.output_tokens,
-        input_tokens=len(request.prompt),
-        cached_tokens=request.cached_tokens,
-        output_tokens=request.delivered,
-        counted_by_server=True,
-    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from argosy.store import UsageRecord
 from argosy.twin.workload import SimulatedRequest, Span, Tenant
+
+if TYPE_CHECKING:
+    from argosy.store import UsageRecord
 
 DEFAULT_TENANT = "default"
 

@@ -74,6 +74,8 @@ class SimulatedReplica:
         """Whether the network to it is cut."""
         self.is_report_stale = False
         """Whether its load report does not change."""
+        self.is_cache_corrupt = False
+        """Whether the blocks that it restores from host memory do not match their digests."""
         self.scheduler = Scheduler(limits)
         self.generation = version.generation
         self.slowdown = version.slowdown
@@ -217,12 +219,23 @@ class SimulatedReplica:
         if run != self._run:
             return
         tokens = [SAMPLED_TOKEN if samples else -1 for samples in plan.sample_counts]
-        for update in self.scheduler.commit(StepResult(tokens)):
+        corrupt = [each.block for each in plan.block_restores] if self.is_cache_corrupt else []
+        stale = self._list_holders(corrupt) if corrupt else ()
+        for update in self.scheduler.commit(StepResult(tokens, corrupt_blocks=corrupt)):
             if update.tokens or update.finish_reason:
+                require(update.seq not in stale, f"{update.seq.id} gets a token of a corrupt block")
                 self.decode_tokens += len(update.tokens)
                 self._on_tokens(update.seq, len(update.tokens), update.finish_reason is not None)
         if run == self._run:  # a listener may have restarted it
             self._begin(run)
+
+    def _list_holders(self, blocks: list[int]) -> tuple[Sequence, ...]:
+        """Return the running sequences that have one of these blocks."""
+        return tuple(
+            seq
+            for seq in self.scheduler.running
+            if any(block in table for table in seq.block_tables for block in blocks)
+        )
 
     # --- leaps -----------------------------------------------------------------------------------
 
@@ -235,12 +248,17 @@ class SimulatedReplica:
     def _count_steps(self, leap: _Leap, elapsed_ns: int) -> int:
         """Return how many steps of a leap have ended after this time."""
         low, high = 0, leap.steps
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._leap_ns(leap, middle) <= elapsed_ns:
-                low = middle
+        low_ns, high_ns = 0, self._leap_ns(leap, high)
+        if elapsed_ns >= high_ns:
+            return high
+        while low + 1 < high:  # steps are of nearly equal length
+            guess = low + (elapsed_ns - low_ns) * (high - low) // (high_ns - low_ns)
+            guess = min(max(guess, low + 1), high - 1)
+            guess_ns = self._leap_ns(leap, guess)
+            if guess_ns <= elapsed_ns:
+                low, low_ns = guess, guess_ns
             else:
-                high = middle - 1
+                high, high_ns = guess, guess_ns
         return low
 
     def _complete_leap(self, run: int) -> None:

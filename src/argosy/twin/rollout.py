@@ -237,11 +237,9 @@ def _observe_versions(
         grouped.setdefault(name_version(replica.generation), []).append(replica)
     statuses = {}
     for digest, members in grouped.items():
-        plans = [(plan_restart(each, limits), each) for each in members]
+        plans = [(plan_restart(each, limits), each) for each in members if not each.is_serving]
         failures = [
-            f"replica {each.name}: {plan.reason}"
-            for plan, each in plans
-            if plan.has_failed and not each.is_serving
+            f"replica {each.name}: {plan.reason}" for plan, each in plans if plan.has_failed
         ]
         statuses[digest] = VersionStatus(
             existing=len(members),

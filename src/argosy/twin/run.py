@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
-from argosy.bench import RunSummary, parse_objectives, summarize
+from argosy.bench import parse_objectives, summarize
 from argosy.policy import Hedging
 from argosy.policy.autoscaling import AutoscalerSettings
 from argosy.policy.placement import (
@@ -19,7 +18,9 @@ from argosy.policy.placement import (
 from argosy.policy.reconciliation import DesiredPool
 from argosy.twin.faults import FaultInjector, list_faults
 from argosy.twin.fleet import LAUNCHER, POOL, SimulatedFleet
-from argosy.twin.gateway import ModelPool, SimulatedGateway
+from argosy.twin.fluid import run_fluid
+from argosy.twin.gateway import CANARY, ModelPool, SimulatedGateway
+from argosy.twin.result import TwinResult
 from argosy.twin.rollout import SimulatedRollout
 from argosy.twin.scenario import Fault, PoolSettings, Scenario
 from argosy.twin.simulation import NS_PER_S, START_NS, Simulation, require
@@ -27,6 +28,10 @@ from argosy.twin.workload import SimulatedRequest, list_requests
 
 SETTLE_S = 3600.0
 """Time after the last arrival in which every request has to end."""
+HEAL_S = 600
+"""Time after the last fault in which the fleet has to serve as declared. A rollout without requests takes a while."""
+HEAL_EVENTS = 50
+"""Events between two looks at the fleet meanwhile."""
 SWEEP_EVENTS = 2000
 """Events between two checks of all blocks, which take longer than most events."""
 
@@ -36,32 +41,6 @@ class Plan(NamedTuple):
 
     requests: tuple[SimulatedRequest, ...]
     faults: tuple[Fault, ...]
-
-
-class TwinResult(msgspec.Struct, kw_only=True):
-    """Result of a run."""
-
-    seed: int
-    configuration: str
-    """Digest of the scenario."""
-    trace_hash: str
-    """Hash of all that happened. The same seed, configuration and version give the same hash."""
-    events: int
-    simulated_s: float
-    failure: str = ""
-    """Invariant that did not hold; empty if all did."""
-    summary: RunSummary
-    utilisation: float
-    """Part of the replicas' time in which they computed steps."""
-    replica_hours: float
-    cached_fraction: float
-    """Part of the prompt tokens that were in a prefix cache."""
-    effects: dict[str, int]
-    """Attempts and ends of requests by kind."""
-    actions: dict[str, int]
-    """Actions of the controller by kind."""
-    rollout: str
-    """State of the last rollout; empty if there was none."""
 
 
 def make_plan(scenario: Scenario, seed: int) -> Plan:
@@ -86,22 +65,23 @@ def run_scenario(scenario: Scenario, seed: int, plan: Plan | None = None) -> Twi
         plan: Requests and faults in place of those that `make_plan` returns.
 
     Raises:
-        ValueError: The workload or an objective is not possible.
+        ValueError: The workload or an objective is not possible, or fluid fidelity has no such scenario.
         BenchError: A trace cannot be read.
     """
+    if scenario.fidelity == "fluid":
+        return run_fluid(scenario, seed)
     plan = make_plan(scenario, seed) if plan is None else plan
     objectives = parse_objectives(scenario.objectives) if scenario.objectives else None
     run = TwinRun(scenario, seed, plan)
     failure = run.run()
     simulation, gateway, fleet = run.simulation, run.gateway, run.fleet
     summary = summarize(gateway.rows, objectives)
-    return TwinResult(
+    result = TwinResult(
         seed=seed,
         configuration=scenario.digest,
-        trace_hash=simulation.trace_hash,
-        events=simulation.num_events,
-        simulated_s=simulation.elapsed_s,
-        failure=failure,
+        trace_hash="",
+        events=0,
+        simulated_s=0.0,
         summary=summary,
         utilisation=fleet.busy_s / max(fleet.replica_s, 1e-9),
         replica_hours=fleet.replica_s / 3600.0,
@@ -110,6 +90,10 @@ def run_scenario(scenario: Scenario, seed: int, plan: Plan | None = None) -> Twi
         actions=dict(sorted(fleet.num_actions.items())),
         rollout=run.rollout.state,
     )
+    result.failure = failure or run.heal()
+    result.trace_hash, result.events = simulation.trace_hash, simulation.num_events
+    result.simulated_s = simulation.elapsed_s
+    return result
 
 
 class TwinRun:
@@ -121,14 +105,13 @@ class TwinRun:
         self.rollout = SimulatedRollout(self.simulation, POOL, scenario.rollout)
         self.fleet = SimulatedFleet(
             self.simulation,
+            pool,
             DesiredPool(
                 name=POOL, launcher=LAUNCHER, generation=1, replicas=pool.replicas, max_surge=1
             ),
             limits=scenario.engine.build_limits(),
             cost=scenario.engine.build_cost(),
-            fidelity=scenario.fidelity,
-            start_s=pool.start_s,
-            probe_interval_s=pool.probe_interval_s,
+            fidelity="exact" if scenario.fidelity == "exact" else "macro",
             rollout=self.rollout,
             scaling=_build_scaling(pool),
         )
@@ -145,25 +128,52 @@ class TwinRun:
                 failover_timeout_s=pool.failover_timeout_s,
             ),
         )
-        injector = FaultInjector(self.simulation, self.fleet, self.gateway, pool.zones)
+        injector = FaultInjector(self.simulation, self.fleet, self.gateway)
         for fault in plan.faults:
             injector.schedule(fault)
+        ends = [each.at_s + each.duration_s for each in plan.faults]
+        self._healed_ns = START_NS + round(max(ends, default=0.0) * NS_PER_S)
         self._until_ns = START_NS + round((scenario.duration_s + SETTLE_S) * NS_PER_S)
 
     def run(self) -> str:
-        """Run to the end, and return the invariant that failed; empty if none did."""
-        simulation, gateway = self.simulation, self.gateway
+        """Run until all requests have ended, and return the invariant that failed; empty if none did."""
+        failure = self._check(self._serve)
+        self.fleet.finish()
+        return failure
+
+    def heal(self) -> str:
+        """Run until the faults are over and the fleet serves again, and return the invariant that failed."""
+        return self._check(self._await_liveness)
+
+    def _check(self, part: Callable[[], None]) -> str:
         try:
-            self.fleet.start(gateway)
-            while simulation.run(self._until_ns, lambda: not gateway.num_expected, SWEEP_EVENTS):
-                self._sweep()
-            require(not gateway.num_expected, "requests have not ended an hour after the last one")
+            part()
             self._sweep()
         except AssertionError as error:
             return str(error) or "an assertion failed"
-        finally:
-            self.fleet.finish()
         return ""
+
+    def _serve(self) -> None:
+        simulation, gateway = self.simulation, self.gateway
+        self.fleet.start(gateway)
+        while gateway.num_expected and simulation.run(self._until_ns, SWEEP_EVENTS):
+            self._sweep()
+        require(not gateway.num_expected, "requests have not ended an hour after the last one")
+
+    def _await_liveness(self) -> None:
+        simulation, fleet = self.simulation, self.fleet
+        while simulation.run(self._healed_ns, SWEEP_EVENTS):
+            pass
+        until_ns = max(simulation.now_ns, self._healed_ns) + HEAL_S * NS_PER_S
+        while not fleet.is_settled() and simulation.run(until_ns, HEAL_EVENTS):
+            pass
+        require(fleet.is_settled(), f"the fleet has not recovered {HEAL_S} s after the last fault")
+        self.gateway.send_canary()
+        while simulation.run(until_ns, SWEEP_EVENTS):
+            pass
+        row = self.gateway.metering.ledger.get(CANARY)
+        status = "unfinished" if row is None else row.status
+        require(status == "completed", f"a request after the last fault is {status}")
 
     def _sweep(self) -> None:
         """Check the blocks and sequences of all replicas."""

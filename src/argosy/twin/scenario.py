@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,6 @@ from argosy.policy.rollout import RolloutPlan, RolloutStep
 from argosy.settings import SettingsDocument, convert_settings, dump_yaml, load_yaml
 from argosy.twin.hardware import ReplicaHardware
 from argosy.twin.linear_cost import LinearStepCost
-from argosy.twin.replica import Fidelity
 from argosy.twin.step_cost import StepCost
 from argosy.twin.workload import Fraction, Positive, SimulatedRequest, Workload
 
@@ -26,7 +25,9 @@ FaultKind = Literal[
     "stale_metrics",
     "cut",
     "zone",
+    "region",
     "spot_reclaim",
+    "cache_corruption",
     "rollout",
     "bad_rollout",
     "clock_skew",
@@ -52,6 +53,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_model_len: Annotated[int, Meta(ge=1, le=10_000_000)] = 16_384
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     kv_blocks: Annotated[int, Meta(ge=1, le=10_000_000)] = 4096
+    host_blocks: Annotated[int, Meta(ge=0, le=10_000_000)] = 0
+    """Blocks in host memory, to which evicted ones move. Their transfer takes no time."""
     max_prefill_fraction: Fraction = 0.5
     watermark: Fraction = 0.01
     prefix_cache: bool = True
@@ -71,6 +74,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             max_step_tokens=self.max_step_tokens,
             block_size=self.block_size,
             num_blocks=self.kv_blocks,
+            host_blocks=self.host_blocks,
             max_prefill_fraction=self.max_prefill_fraction,
             watermark=self.watermark,
             prefix_cache=self.prefix_cache,
@@ -97,6 +101,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Shortest time between two health checks of a replica. More than the production's makes runs faster."""
     zones: Annotated[int, Meta(ge=1, le=100)] = 3
     """Zones over which the replicas are spread."""
+    regions: Annotated[int, Meta(ge=1, le=100)] = 1
+    """Regions over which the zones are spread."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +111,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kind: FaultKind
     at_s: Seconds
     replica: Annotated[int, Meta(ge=0)] = 0
-    """Number of the running replica, or of the zone, counted around."""
+    """Number of the running replica, of the zone or of the region, counted around."""
     duration_s: Seconds = 20.0
     factor: Positive = 5.0
     """How many times as long steps take, or by how many seconds the clock is ahead."""
@@ -117,9 +123,7 @@ class RandomFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Faults that are drawn from the seed."""
 
     per_minute: Annotated[float, Meta(ge=0, le=600)] = 0.0
-    kinds: tuple[FaultKind, ...] = (
-        "kill", "slow", "stale_metrics", "cut", "zone", "spot_reclaim", "rollout", "bad_rollout", "clock_skew",
-    )  # fmt: skip
+    kinds: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +131,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     duration_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
     """Time in which requests arrive. The run ends when all have ended."""
-    fidelity: Fidelity = "macro"
+    fidelity: Literal["exact", "macro", "fluid"] = "macro"
     pool: PoolSettings = PoolSettings()
     engine: Engine = Engine()
     workload: Workload = Workload()

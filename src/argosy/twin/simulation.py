@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import itertools
 import random
 from collections.abc import Callable
 
@@ -47,7 +46,8 @@ class Simulation:
         self.num_events = 0
         """Events that have run."""
         self._heap: list[tuple[int, int, int, Callable[[], None]]] = []
-        self._sequence = itertools.count()
+        self._num_calls = 0
+        self._is_stopped = False
         self._hash = hashlib.blake2b(digest_size=16)
 
     @property
@@ -66,27 +66,33 @@ class Simulation:
 
     def call_at(self, at_ns: int, action: Callable[[], None], priority: int = 0) -> None:
         """Run `action` at a time, or now if that has passed. Smaller priorities run first."""
-        at_ns = max(at_ns, self.now_ns)
-        heapq.heappush(self._heap, (at_ns, priority, next(self._sequence), action))
+        self._num_calls = number = self._num_calls + 1
+        heapq.heappush(self._heap, (max(at_ns, self.now_ns), priority, number, action))
 
     def call_later(self, seconds: float, action: Callable[[], None], priority: int = 0) -> None:
         """Run `action` in `seconds`."""
         self.call_at(self.now_ns + round(seconds * NS_PER_S), action, priority)
 
-    def run(self, until_ns: int, is_done: Callable[[], bool], max_events: int) -> bool:
+    def stop(self) -> None:
+        """End the present call of `run` after this event."""
+        self._is_stopped = True
+
+    def run(self, until_ns: int, max_events: int) -> bool:
         """Run up to `max_events` events.
 
         Returns:
-            Whether more may follow: one is left before `until_ns`, and `is_done` has not returned True.
+            Whether more may follow: one is left before `until_ns`, and `stop` was not called.
         """
-        heap = self._heap
-        for _ in range(max_events):
-            if not heap or heap[0][0] > until_ns or is_done():
-                return False
-            self.now_ns, _, _, action = heapq.heappop(heap)
+        heap, pop = self._heap, heapq.heappop
+        self._is_stopped = False
+        last = self.num_events + max_events
+        while heap and heap[0][0] <= until_ns and self.num_events < last:
+            self.now_ns, _, _, action = pop(heap)
             self.num_events += 1
             action()
-        return True
+            if self._is_stopped:
+                return False
+        return bool(heap) and heap[0][0] <= until_ns
 
     def trace(self, line: str) -> None:
         """Add what has happened now to the hash of the run."""

@@ -59,7 +59,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
-        self._published: dict[bytes, int] = {}
+        self.published: dict[bytes, int] = {}
+        """Published blocks by key."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks, least recently used first."""
@@ -83,7 +84,7 @@ class BlockPool:
 
     def find(self, key: bytes) -> int | None:
         """Return the block published under `key`, or None."""
-        return self._published.get(key)
+        return self.published.get(key)
 
     def is_cached(self, block: int) -> bool:
         """Return whether this published block has no references."""
@@ -125,8 +126,8 @@ class BlockPool:
 
     def publish(self, block: int, key: bytes) -> None:
         """Make a full, computed block available for sharing. `find` returns the first block published under a key."""
-        if key not in self._published and self._hash[block] is None:
-            self._published[key] = block
+        if key not in self.published and self._hash[block] is None:
+            self.published[key] = block
             self._hash[block] = key
             self.changed_keys.add(key)
 
@@ -145,7 +146,7 @@ class BlockPool:
     def _unpublish(self, block: int) -> None:
         key = self._hash[block]
         if key is not None:
-            del self._published[key]
+            del self.published[key]
             self._hash[block] = None
             self.changed_keys.add(key)
 
@@ -162,7 +163,7 @@ class BlockPool:
         assert free.isdisjoint(cached), "a free block is cached"
         assert in_use.isdisjoint(free | cached), "a block in use is also free or cached"
         assert len(free) + len(cached) + len(in_use) == self.num_blocks, "a block leaked"
-        for key, block in self._published.items():
+        for key, block in self.published.items():
             assert self._hash[block] == key, "index and block disagree"
             assert block not in free, "a free block is published"
         assert all(self._hash[block] is not None for block in cached), "a cached block has no key"

@@ -17,6 +17,8 @@ from argosy.engine.scheduling.step_plan import NO_BLOCK, BlockRestore, StepPlan
 
 HASH_BYTES = 32
 """Bytes of a block's hash, which its key starts with."""
+HASHED_BLOCKS = 32
+"""Blocks of a prompt that are hashed at once. Those after the first one that is not cached may never be needed."""
 MAX_ANNOUNCED_BLOCKS = 512
 """Maximum blocks of one prompt announced as pending. Later blocks are hashed only when they are computed."""
 
@@ -118,8 +120,8 @@ class KvCacheManager:
             position = num_hits * self.block_size
             first = self._groups.first_block(group, position)
             needed += self._allocated_end(group, position, seq.length) - first
-            for index in range(first, num_hits):
-                block = self.pool.find(seq.block_hash(index, self.block_size) + suffix)
+            for key in seq.block_hashes[first:num_hits]:
+                block = self.pool.find(key + suffix)
                 needed -= block is not None and not self.pool.is_cached(block)
         return needed
 
@@ -345,8 +347,9 @@ class KvCacheManager:
         """Announce the blocks that the sequence will compute, up to `MAX_ANNOUNCED_BLOCKS`."""
         if self.prefix_cache:
             end = min(seq.length // self.block_size, num_hits + MAX_ANNOUNCED_BLOCKS)
-            keys = [seq.block_hash(index, self.block_size) for index in range(num_hits, end)]
-            self.pending.add(seq, keys)
+            if end > num_hits:
+                seq.block_hash(end - 1, self.block_size)  # with all before it
+            self.pending.add(seq, seq.block_hashes[num_hits:end])
 
     def _count_hits(self, seq: Sequence) -> int:
         """Count leading full blocks that need not be computed. At least one token remains to be computed."""
@@ -357,11 +360,15 @@ class KvCacheManager:
         """Count leading full blocks whose keys and values are cached, up to one token before the end."""
         if not self._can_use_prefix_cache(seq):
             return 0
-        size = self.block_size
+        size, hashes = self.block_size, seq.block_hashes
+        published, host_cache = self.pool.published, self.host_cache
         num_hits = (seq.length - 1) // size
         for suffix in self._suffixes[: self._num_full_groups]:
             for index in range(num_hits):
-                if not self._is_cached(seq.block_hash(index, size) + suffix):
+                if index >= len(hashes):
+                    seq.block_hash(min(num_hits, index + HASHED_BLOCKS) - 1, size)
+                key = hashes[index] + suffix
+                if key not in published and key not in host_cache:
                     num_hits = index
                     break
         # Other groups are searched from the end, and each of their blocks once: `found` is where the blocks start that
@@ -405,7 +412,7 @@ class KvCacheManager:
             first = self._groups.first_block(group, seq.computed_len)
             table = [NO_BLOCK] * first
             for index in range(first, num_hits):
-                key = seq.block_hash(index, size)
+                key = seq.block_hashes[index]
                 block = self.pool.find(key + suffix)
                 if block is not None:
                     self.pool.share(block)

@@ -144,11 +144,14 @@ class Sequence:
         The key is the SHA-256 hash of the block's tokens and the previous block's key, or `cache_salt`.
         """
         hashes = self.block_hashes
-        while len(hashes) <= index:
+        if len(hashes) <= index:
             start = len(hashes) * block_size
+            ids = array("i", self.tokens[start : (index + 1) * block_size])
+            data, size = ids.tobytes(), ids.itemsize * block_size
             parent = hashes[-1] if hashes else self.cache_salt
-            ids = array("i", self.tokens[start : start + block_size])
-            hashes.append(hashlib.sha256(parent + ids.tobytes()).digest())
+            for at in range(0, len(data), size):
+                parent = hashlib.sha256(parent + data[at : at + size]).digest()
+                hashes.append(parent)
         return hashes[index]
 
     @property
