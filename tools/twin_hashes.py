@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python3.13 -m tools.twin_hashes
 
-The interpreter needs msgspec, PyYAML and httptools, and no other package of the project. `--write` replaces the hashes
-after a decision of the product has changed.
+The interpreter needs argosy itself (`pip install --no-deps .`), msgspec, NumPy, PyYAML, httptools and prometheus-client.
+`--write` replaces the hashes after a decision of the product has changed.
 """
 
 from __future__ import annotations

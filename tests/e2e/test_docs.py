@@ -98,6 +98,8 @@ NOT_RUN = {
     },
     "twin.md": {
         "argosy twin replay": "needs requests in the ledger, as tests/unit/twin/test_twin.py has",
+        "argosy twin run benchmarks/scenarios/chaos.yaml --seeds 1000": "takes minutes",
+        "argosy twin run scenario.yaml --set faults=[]": "takes minutes",
     },
 }
 """Reason why the commands and programs of a page that begin like this are not run."""

@@ -7,6 +7,8 @@ autoscaler decides how many replicas there are. Nothing fails. Only rates, step 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
@@ -32,6 +34,7 @@ from argosy.twin.workload import Workload, diurnal_rate, list_requests
 INTERVAL_S = 15.0
 SAMPLED_REQUESTS = 4000
 """Requests that are drawn to find the mean one."""
+MIN_CHANGE = 0.01
 ROUNDS = 8
 """Rounds in which the sequences of a replica are found, of which each halves the error or better."""
 
@@ -72,7 +75,10 @@ class ReplicaFlow:
         """Return how many sequences run in the mean at a rate of requests."""
         running = 0.0
         for _ in range(ROUNDS):
+            before = running
             running = min(self.slots, requests_s * self.residence_s(running, requests_s))
+            if running - before < MIN_CHANGE:
+                break
         return running
 
     def residence_s(self, running: float, requests_s: float) -> float:
@@ -159,7 +165,7 @@ class FluidPool:
         running = flow.find_sequences(rate)
         self.num_served += served
         self.replica_s += (self._ready + sum(count for _, count in self._starting)) * interval
-        self.busy_s += min(1.0, running) * ready * interval
+        self.busy_s += (1.0 - math.exp(-running)) * ready * interval  # they come at random
         self.sequence_s += running * ready * interval
         token_s = flow.token_s(running, rate)
         wait_s = self._backlog / most * interval
@@ -326,14 +332,11 @@ def _weigh(samples: Sequence[tuple[float, float]]) -> SampleStats:
     ordered = sorted(samples)
     mean = sum(value * weight for value, weight in ordered) / total
     variance = sum(weight * (value - mean) ** 2 for value, weight in ordered) / total
-    wanted, found = iter((0.5, 0.9, 0.95, 0.99, 0.999)), []
-    limit, passed = next(wanted), 0.0
-    for value, weight in ordered:
-        passed += weight
-        while limit is not None and passed >= limit * total * (1.0 - 1e-12):
-            found.append(value)
-            limit = next(wanted, None)
-    p50, p90, p95, p99, p999 = found
+    sums = list(itertools.accumulate(weight for _, weight in ordered))
+    p50, p90, p95, p99, p999 = (
+        ordered[min(bisect.bisect_left(sums, percentile / 100.0 * total), len(ordered) - 1)][0]
+        for percentile in (50.0, 90.0, 95.0, 99.0, 99.9)
+    )
     return SampleStats(
         count=round(total),
         mean=mean,

@@ -46,7 +46,8 @@ def shrink(scenario: Scenario, seed: int) -> Scenario:
         faults = _reduce(plan.faults, lambda kept: fails(plan._replace(faults=kept)), budget)
         plan = plan._replace(faults=faults)
     ends = [each.at_s + each.duration_s for each in plan.faults]
-    ends += [each.at_s for each in plan.requests if each.at_s is not None]
+    # When a turn begins that follows another one is known in the run only.
+    ends += [scenario.duration_s if each.at_s is None else each.at_s for each in plan.requests]
     return msgspec.structs.replace(
         scenario,
         duration_s=min(scenario.duration_s, max(ends, default=0.0) + 1.0),

@@ -26,7 +26,7 @@ from argosy.engine.scheduling import BlockPool, Scheduler, StepResult
 from argosy.policy import Bill, HealthCheck, Rates, RequestEnd, SlidingWindow, compute_bill
 from argosy.policy.autoscaling import Autoscaler
 from argosy.policy.placement import PlacementCore, PlacementPool, PlacementReplica
-from argosy.policy.reconciliation import Admit, Drain, LaunchState, reconcile
+from argosy.policy.reconciliation import Admit, Drain, LaunchState, Withdraw, reconcile
 from argosy.policy.rollout import decide
 from argosy.policy.traffic import PoolRoute
 from argosy.protocol import SamplingParams
@@ -68,7 +68,7 @@ ENDS = ("completed", "cancelled", "failed", "refused")
 PLANTED = Scenario(
     duration_s=60.0,
     pool=PoolSettings(replicas=2, start_s=5.0),
-    engine=Engine(max_seqs=4, kv_blocks=128, host_blocks=128, max_model_len=2048),
+    engine=Engine(max_seqs=4, kv_blocks=64, host_blocks=128, max_model_len=1024),
     workload=Workload(
         sessions_per_s=0.2,
         clients=4,
@@ -240,12 +240,18 @@ def _leak_a_block(pool: BlockPool, blocks: list[int]) -> None:
 
 
 def _drain_at_once(pool: Any) -> None:  # noqa: ANN401 - a private class
+    _REMOVE_LEAVING(pool)
     for member in vars(pool)["_members"]:
         if member.leaving_reason and member.replica.state is LaunchState.RUNNING:
             replica = member.replica
             pool.actions.append(
                 Drain(pool=replica.pool, replica=replica.name, launcher="", reason="it leaves")
             )
+
+
+def _withdraw_needed(pool: Any, rotation: set[str]) -> None:  # noqa: ANN401 - a private class
+    for name in sorted(rotation)[:1]:
+        pool.actions.append(Withdraw(pool="", replica=name, launcher="", reason="too many"))
 
 
 def _admit_again(pool: Any) -> set[str]:  # noqa: ANN401 - a private class
@@ -271,6 +277,8 @@ def _bill_no_cancelled_output(end: RequestEnd, rates: Rates) -> Bill:
 
 
 _RELEASE = BlockPool.release
+_RECONCILER = "argosy.policy.reconciliation.reconciler"
+_REMOVE_LEAVING = vars(vars(sys.modules[_RECONCILER])["PoolReconciler"])["_remove_leaving"]
 _COMPLETE_RESTORES = type(Scheduler(Engine().build_limits()).kv_cache).complete_restores
 MUTATIONS: dict[str, tuple[str, Any, str]] = {
     "router": (
@@ -285,22 +293,22 @@ MUTATIONS: dict[str, tuple[str, Any, str]] = {
     ),
     "ledger": ("argosy.twin.metering.compute_bill", _bill_no_cancelled_output, "is billed 0"),
     "reconciliation": (
-        "argosy.policy.reconciliation.reconciler.PoolReconciler._remove_leaving",
+        f"{_RECONCILER}.PoolReconciler._remove_leaving",
         _drain_at_once,
         "is drained while a gateway routes to it",
     ),
     "convergence": (
-        "argosy.policy.reconciliation.reconciler.PoolReconciler._select_rotation",
+        f"{_RECONCILER}.PoolReconciler._select_rotation",
         _admit_again,
         "does not come to rest",
     ),
     "withdrawal": (
-        "argosy.policy.reconciliation.reconciler.DisruptionBudget.take_out",
-        lambda *_, **__: True,
+        f"{_RECONCILER}.PoolReconciler._withdraw_superfluous",
+        _withdraw_needed,
         "is withdrawn, which leaves",
     ),
     "restarts": (
-        "argosy.policy.reconciliation.reconciler.PoolReconciler._restart_exited",
+        f"{_RECONCILER}.PoolReconciler._restart_exited",
         lambda _: None,
         "the fleet has not recovered",
     ),
@@ -326,9 +334,13 @@ MUTATIONS: dict[str, tuple[str, Any, str]] = {
     ),
 }
 """Faults planted into the production's code: which function, what instead, and the invariant that breaks."""
+SLOW = {"restarts", "withdrawal", "concurrency"}
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW)) for name in MUTATIONS],
+)
 def test_planted_fault_is_found_and_shrunk_to_a_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,18 +393,21 @@ def test_replay_runs_the_requests_of_the_ledger_again_with_other_settings(tmp_pa
         assert problem in failed.output
 
 
-@pytest.mark.parametrize("sessions_per_s", [0.3, 1.2])
+@pytest.mark.parametrize(
+    "sessions_per_s",
+    [0.4, *(pytest.param(rate, marks=pytest.mark.exhaustive) for rate in (0.1, 0.8, 1.2))],
+)
 def test_fluid_agrees_with_macro_within_the_stated_error(sessions_per_s: float) -> None:
     macro = Scenario(
-        duration_s=1800.0,
+        duration_s=900.0,
         pool=PoolSettings(replicas=4, probe_interval_s=10.0),
         engine=Engine(max_seqs=8),
         workload=Workload(sessions_per_s=sessions_per_s, more_turns=0.0, leave_fraction=0.0),
     )
     requests = run_scenario(macro, 1)
     flows = run_scenario(msgspec.structs.replace(macro, fidelity="fluid"), 1)
-    for field, error in (("utilisation", 0.1), ("replica_hours", 0.1)):
+    for field, error in (("utilisation", 0.15), ("replica_hours", 0.1)):
         assert getattr(flows, field) == pytest.approx(getattr(requests, field), rel=error)
     rates = requests.summary.output_token_rate, requests.summary.latency["tpot"].mean
-    assert flows.summary.output_token_rate == pytest.approx(rates[0], rel=0.1)
-    assert flows.summary.latency["tpot"].mean == pytest.approx(rates[1], rel=0.15)
+    assert flows.summary.output_token_rate == pytest.approx(rates[0], rel=0.15)
+    assert flows.summary.latency["tpot"].mean == pytest.approx(rates[1], rel=0.1)
