@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3.13 -m tools.twin_hashes
 
-The interpreter needs argosy itself (`pip install --no-deps .`), msgspec, NumPy, PyYAML, httptools and prometheus-client.
+The interpreter needs argosy itself (`pip install --no-deps .`), msgspec, NumPy, PyYAML, httptools and
+prometheus-client.
 `--write` replaces the hashes after a decision of the product has changed.
 """
 
