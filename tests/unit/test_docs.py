@@ -284,6 +284,12 @@ def logged_events() -> Iterator[tuple[str, str, set[str]]]:
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if LOGGER.search(text) else ():
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).endswith("_problem.report")
+                and isinstance(node.args[0], ast.Constant)
+            ):  # a `RepeatedWarning`
+                yield str(node.args[0].value), "warning", {"reason", "left_out"}
             if not (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +12,7 @@ import structlog
 
 from argosy.alerting.alert_records import AlertRecords
 from argosy.alerting.incident_records import IncidentRecords
+from argosy.alerting.objective_alerts import ObjectiveAlerts
 from argosy.alerting.traffic_watch import TrafficWatch
 from argosy.policy.alerting import Alert
 from argosy.policy.detection import EVENTS, WINDOW_S, PastChange, Slice, rank_changes
@@ -22,10 +23,13 @@ from argosy.policy.incidents import (
     TimelineEntry,
     add_entries,
     judge_rollback,
+    select_causes,
     update_incidents,
 )
+from argosy.policy.objectives import BudgetImpact
 from argosy.process import run_in_daemon_thread
-from argosy.store import AuditEntry, FleetEvent, FleetStore, Store, StoreError
+from argosy.store import AuditEntry, FleetEvent, FleetStore, Store, StoreError, UsageFilter
+from argosy.telemetry import RepeatedWarning
 
 INTERVAL_S = 10.0
 MAX_READ = 500
@@ -33,13 +37,23 @@ MAX_READ = 500
 MAX_CHANGES = 10
 MAX_SLICES = 12
 MAX_HEALTHY = 20
+MAX_BUDGETS = 10
+MIN_SCORE = 0.03
+"""Score up to which a change does not explain an incident: that of changes of other parts of the fleet."""
+WINDOW_OF_ALERT_S = 300.0
+"""Time before an alert of an objective in which its misses began."""
+MIN_LOCATED_EXCESS = 0.8
+"""Part of the excess from which a model is the scope of an objective that names none."""
 DAY_S = 86_400.0
 RECENT_S = 900.0
 """Time in which few failures make a replica or a tenant healthy."""
 T = TypeVar("T")
+_OBJECTIVE_LABELS = frozenset({"alertname", "severity", "objective", "tier"})
 _ALERT_EVENTS = frozenset({"alert_fires", "alert_ended"})
 _NO_CHANGES = _ALERT_EVENTS | {"scaling_decision", "store_unavailable", "rollout_gate"}
 """Kinds of events that are no changes of the fleet."""
+_OWN_DECISIONS = "incident."
+"""Beginning of the reason of events about incidents themselves."""
 _AUDITED_DECISIONS = ("fleet.", "pool.", "rollout.", "incident.")
 """Actions that the event log has as well."""
 
@@ -59,6 +73,8 @@ class IncidentKeeper:
         store: The store of the incidents and of the audit log.
         fleet: Name of the fleet; empty for gateways without one.
         watch: The traffic.
+        list_serving: Returns the names of the replicas that serve now.
+        objectives: The objectives; None without any.
         events: Store and name of the fleet whose events belong to the timeline; None without a fleet.
         read_versions: Reads the latest versions, for rollbacks.
         roll_back: Rolls a pool back.
@@ -72,6 +88,8 @@ class IncidentKeeper:
         fleet: str,
         watch: TrafficWatch,
         *,
+        list_serving: Callable[[], Collection[str]],
+        objectives: ObjectiveAlerts | None = None,
         events: tuple[FleetStore, str] | None = None,
         read_versions: ReadVersions = tuple,
         roll_back: RollBack | None = None,
@@ -81,10 +99,13 @@ class IncidentKeeper:
         self._store = store
         self._records = IncidentRecords(store.fleets, fleet)
         self._watch = watch
+        self._list_serving = list_serving
+        self._objectives = objectives
         self._events = events
         self._read_versions = read_versions
         self._roll_back = roll_back
         self._clock = clock
+        self._store_problem, self._source_problem = RepeatedWarning(log), RepeatedWarning(log)
 
     async def run(self) -> None:
         """Keep the incidents until cancelled."""
@@ -94,7 +115,7 @@ class IncidentKeeper:
                 if self._alerts.is_held:
                     await self.update()
             except StoreError as error:
-                log.warning("incidents_not_saved", reason=str(error))
+                self._store_problem.report("incidents_not_saved", str(error))
             except Exception:
                 log.exception("incident_update_failed")
 
@@ -115,7 +136,12 @@ class IncidentKeeper:
         is_open = {each.number for each in known if each.is_open}
         next_number = max((each.number for each in known), default=0) + 1
         changed = update_incidents(
-            [each for each in known if each.is_open], alerts, onsets, next_number, now
+            [each for each in known if each.is_open],
+            alerts,
+            onsets,
+            next_number,
+            now,
+            self._locate(alerts),
         )
         for incident in changed:
             if incident.number not in is_open:
@@ -154,6 +180,18 @@ class IncidentKeeper:
         )
         log.info("incident_closed", incident=incident.name, title=incident.title)
 
+    def _locate(self, alerts: Mapping[str, Alert]) -> dict[str, dict[str, str]]:
+        """Return the model with the excess of each objective whose labels name no part of the fleet."""
+        located = {}
+        for fingerprint, alert in alerts.items():
+            labels = alert.labels.keys()
+            if alert.is_firing and "objective" in labels and labels <= _OBJECTIVE_LABELS:
+                parts = self._watch.monitor.excess_by_model(alert.started_at - WINDOW_OF_ALERT_S)
+                model = max(parts, key=lambda each: parts[each], default="")
+                if model and parts[model] >= MIN_LOCATED_EXCESS:
+                    located[fingerprint] = {"model": model}
+        return located
+
     # --- evidence --------------------------------------------------------------------------------
 
     async def _collect(self, incident: Incident, alerts: Mapping[str, Alert], now: float) -> None:
@@ -164,7 +202,11 @@ class IncidentKeeper:
         scope = dict(incident.scope)
         for labels in incident.all_labels:
             scope = {**labels, **scope}
-        ranked = rank_changes(changes, incident.onset, scope)[:MAX_CHANGES]
+        ranked = [
+            each
+            for each in rank_changes(select_causes(incident, changes), incident.onset, scope)
+            if each.score > MIN_SCORE
+        ][:MAX_CHANGES]
         begin = incident.onset - WINDOW_S
         entries = [
             _entry_of_event(each)
@@ -188,6 +230,8 @@ class IncidentKeeper:
                 for (name, value), count in sorted(counts.items())
                 if name == "tenant" and count[0]
             )[:MAX_HEALTHY],
+            budgets=await self._read_budgets(incident, scope, now),
+            request_nano_dollars=await self._read_price(incident, model),
             healthy=self._find_healthy(alerts, recent),
             missing=tuple(
                 name
@@ -212,7 +256,7 @@ class IncidentKeeper:
         try:
             return await run_in_daemon_thread(read, since), False
         except StoreError as error:
-            log.warning("incident_source_unreadable", reason=str(error))
+            self._source_problem.report("incident_source_unreadable", str(error))
             return [], True
 
     def _read_events(self, since: float) -> list[FleetEvent]:
@@ -224,6 +268,34 @@ class IncidentKeeper:
     def _read_audit(self, since: float) -> list[AuditEntry]:
         entries = self._store.audit_log.list_entries(since=since, limit=MAX_READ)
         return [each for each in entries if not each.action.startswith(_AUDITED_DECISIONS)]
+
+    async def _read_budgets(
+        self, incident: Incident, scope: Mapping[str, str], now: float
+    ) -> tuple[BudgetImpact, ...]:
+        """Return what the objectives of an incident have lost; what is known already if the store cannot be read."""
+        if self._objectives is None:
+            return ()
+        named = {each["objective"] for each in incident.all_labels if "objective" in each}
+        try:
+            found = await self._objectives.read_impact(scope.get("model"), incident.onset, now)
+        except StoreError as error:
+            self._source_problem.report("incident_source_unreadable", str(error))
+            return incident.budgets
+        found.sort(key=lambda each: (each.objective not in named, -each.misses))
+        return tuple(each for each in found if each.misses or each.objective in named)[:MAX_BUDGETS]
+
+    async def _read_price(self, incident: Incident, model: str) -> int | None:
+        """Return the mean price of a request of the day before an incident. It is read once."""
+        if incident.request_nano_dollars is not None:
+            return incident.request_nano_dollars
+        where = UsageFilter(since=incident.onset - DAY_S, until=incident.onset, model=model or None)
+        try:
+            rows = await run_in_daemon_thread(self._store.ledger.report, (), where)
+        except (StoreError, ValueError) as error:
+            self._source_problem.report("incident_source_unreadable", str(error))
+            return None
+        requests = sum(each.requests for each in rows)
+        return sum(each.nano_dollars for each in rows) // requests if requests else 0
 
     def _find_slices(self, incident: Incident) -> tuple[str, list[Slice]]:
         """Return the event of the incident's models whose excess is concentrated most, and where it is."""
@@ -238,7 +310,10 @@ class IncidentKeeper:
                         0.05, first.excess_share - first.request_share
                     )
                     if weight > best[0]:
-                        best = weight, kind.description, slices[:MAX_SLICES]
+                        versions = [
+                            each for each in slices[MAX_SLICES:] if each.dimension == "version"
+                        ]
+                        best = weight, kind.description, [*slices[:MAX_SLICES], *versions]
         return best[1], best[2]
 
     def _find_healthy(
@@ -247,10 +322,11 @@ class IncidentKeeper:
         ill = {
             value for each in alerts.values() if each.is_firing for value in each.labels.values()
         }
+        serving = self._list_serving()
         healthy = [
             f"{name} {value}"
             for (name, value), (failed, requests) in sorted(counts.items())
-            if name in {"replica", "tenant"}
+            if (name == "tenant" or (name == "replica" and value in serving))
             and value
             and value not in ill
             and failed * 50 <= requests
@@ -277,9 +353,10 @@ class IncidentKeeper:
                 for each in alerts.values()
                 if each.is_firing and each.severity == "page"
             ]
-            advice = judge_rollback(incident, versions, pages, now)
+            parts = self._watch.monitor.excess_by_model(incident.onset)
+            advice = judge_rollback(incident, versions, pages, now, parts)
         except (StoreError, ValueError) as error:
-            log.warning("incident_source_unreadable", reason=str(error))
+            self._source_problem.report("incident_source_unreadable", str(error))
             return incident
         if advice is None or advice.obstacles or self._roll_back is None:
             return msgspec.structs.replace(incident, rollback=advice)
@@ -310,6 +387,8 @@ _EVIDENCE = (
     "requests",
     "failed",
     "tenants",
+    "budgets",
+    "request_nano_dollars",
     "healthy",
     "missing",
     "rollback",
@@ -328,7 +407,11 @@ def _merge(old: Incident, new: Incident) -> Incident:
 
 
 def _select(events: Sequence[FleetEvent]) -> list[FleetEvent]:
-    return [each for each in events if each.kind not in _NO_CHANGES]
+    return [
+        each
+        for each in events
+        if each.kind not in _NO_CHANGES and not each.reason.startswith(_OWN_DECISIONS)
+    ]
 
 
 def _describe_event(event: FleetEvent) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from argosy.deployment import ObjectiveReader, ObjectiveStatus
 from argosy.policy.alerting import AlertCondition, ConditionTimer
-from argosy.policy.objectives import Objective
+from argosy.policy.objectives import BudgetImpact, Objective
 from argosy.process import run_in_daemon_thread
 
 MAX_UNKNOWN_S = 300.0
@@ -25,6 +25,17 @@ class ObjectiveAlerts:
         self._reader = reader
         self._list_objectives = list_objectives
         self._timer = ConditionTimer()
+
+    async def read_impact(self, model: str | None, since: float, now: float) -> list[BudgetImpact]:
+        """Return what the objectives of a model have lost since a time; of all models for None.
+
+        Raises:
+            StoreError: The store cannot be used.
+        """
+        objectives = [
+            each for each in self._list_objectives() if model is None or each.model in {None, model}
+        ]
+        return await run_in_daemon_thread(self._reader.read_impact, objectives, since, now)
 
     async def read(self, now: float) -> list[AlertCondition]:
         """Return the conditions at a time in seconds since the epoch.

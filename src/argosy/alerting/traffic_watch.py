@@ -24,6 +24,7 @@ from argosy.policy.detection import (
 )
 from argosy.process import run_in_daemon_thread
 from argosy.store import FleetDocument, FleetStore, StoreError
+from argosy.telemetry import RepeatedWarning
 
 STATE_NAME = "traffic/state"
 STATUS_NAME = "traffic/status"
@@ -87,6 +88,7 @@ class TrafficWatch:
         """Whether the baselines learn from the current hour. Nothing is learned from incidents."""
         self._is_loaded = store is None
         self._state_saved_at = self._status_saved_at = 0.0
+        self._store_problem = RepeatedWarning(log)
 
     async def read(self, now: float) -> list[AlertCondition]:
         """Return what deviates."""
@@ -189,7 +191,7 @@ class TrafficWatch:
             for name, content in documents.items():
                 await run_in_daemon_thread(self._replace, name, content)
         except StoreError as error:
-            log.warning("traffic_baselines_not_saved", reason=str(error))
+            self._store_problem.report("traffic_baselines_not_saved", str(error))
 
     def _replace(self, name: str, content: bytes) -> None:
         assert self._store is not None  # noqa: S101 - checked by the caller

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from argosy.cli.output import JsonOutput, print_json, print_records, strip_control_characters
-from argosy.cli.quantities import format_timestamp
+from argosy.cli.quantities import format_dollars, format_timestamp
 from argosy.cli.server_client import DEFAULT_URL, GatewayApiKey, GatewayUrl, call_admin_api
 
 MAX_SHOWN = 8
@@ -175,11 +175,18 @@ def _describe(found: dict[str, Any]) -> list[str]:
             f"  {each['name']} ({each['severity']}, {end}): {each['description'] or each['summary']}"
         )
     lines.append(f"  {found['requests']:,} requests since, {found['failed']:,} failed")
+    if found["request_nano_dollars"]:
+        lost = format_dollars(found["request_nano_dollars"] * found["failed"])
+        lines.append(f"  {lost} for the failed ones, at the mean price of the day before")
+    for each in found["budgets"]:
+        spent = "" if each["spent"] is None else f", {each['spent']:.0%} of the error budget"
+        left = "" if each["remaining"] is None else f"; {each['remaining']:.0%} are left"
+        lines.append(f"  objective {each['objective']}: {each['misses']:,} misses{spent}{left}")
     lines += ["", "2 Correlate: what changed before (not necessarily because)"]
     lines += [
         f"  {format_timestamp(each['change']['at'], 'seconds')}  {each['change']['text']}  {each['score']:.2f}"
         for each in found["changes"][:MAX_SHOWN]
-    ] or ["  nothing that is recorded"]
+    ] or ["  no recorded change explains this"]
     lines += ["", "3 Isolate"]
     lines += [
         f"  {each['dimension']} {each['value'] or '-'}: {each['excess_share']:.0%} of the excess of requests that "

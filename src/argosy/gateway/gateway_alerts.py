@@ -87,15 +87,25 @@ def build_alerting(
             machine.read,
             watch.read,
         ]
+        alerts: ObjectiveAlerts | None = None
+        if objective_reader is not None:
+            alerts = ObjectiveAlerts(objective_reader, lambda: objectives.objectives)
+            sources.append(alerts.read)
         if store is not None:
             sources.append(ReceivedAlerts(store.fleets, fleet).read)
             sources.append(BackupAlerts(store.fleets).read)
             sources.append(BudgetAlerts(store.ledger, store.limits_and_prices).read)
             events = None if fleet_control is None else (fleet_control.store, fleet_control.name)
-            tasks.append(IncidentKeeper(records, store, fleet, watch, events=events).run)
-        if objective_reader is not None:
-            alerts = ObjectiveAlerts(objective_reader, lambda: objectives.objectives)
-            sources.append(alerts.read)
+            keeper = IncidentKeeper(
+                records,
+                store,
+                fleet,
+                watch,
+                list_serving=lambda: _list_serving(models.pools),
+                objectives=alerts,
+                events=events,
+            )
+            tasks.append(keeper.run)
         tasks.append(AlertLoop(records, orders, sources, lambda: config.alerting).run)
         part = GatewayPart(
             tasks=tasks, read_gauges=lambda: {"firing_alerts": records.state.count_firing()}
@@ -103,6 +113,17 @@ def build_alerting(
     if fleets is None:
         return part, AlertAdmin(orders, lambda: records.state)
     return part, AlertAdmin(orders, partial(read_alerts, fleets, fleet))
+
+
+def _list_serving(pools: Sequence[Pool]) -> set[str]:
+    now = time.monotonic()
+    return {
+        each.name
+        for pool in pools
+        for version in pool.all_versions
+        for each in version.replicas.values()
+        if each.health.status(now) in _SERVING
+    }
 
 
 class GatewayAlerts:

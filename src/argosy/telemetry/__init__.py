@@ -4,7 +4,8 @@
 the counts in the Prometheus text format, together with gauges that are read at that moment (`GatewayGauges`,
 `CoreStats`). Concurrent scrapes share one rendering (`CoalescedScrape`). Replicas offer the same numbers under vLLM's
 metric names. Logging is set up once with `configure_logging`, and `bind_request` adds the request id to each event.
-`parse_log`, `LogSelection` and `LogFormatter` read what was logged.
+A `RepeatedWarning` bounds how often a problem is logged. `parse_log`, `LogSelection` and `LogFormatter` read what was
+logged.
 """
 
 from argosy.telemetry.core_stats import CoreStats
@@ -34,4 +35,5 @@ from argosy.telemetry.otlp import (
     encode_request,
     encode_spans,
 )
+from argosy.telemetry.repeated_warning import RepeatedWarning
 from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes, SleepStats

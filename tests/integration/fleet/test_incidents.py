@@ -12,7 +12,7 @@ import pytest
 from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import write_migrated_file
 from tests.support.organisations import run_admin_gateway
-from tests.support.stored_rollout import NEW, POOL, StoredRollout
+from tests.support.stored_rollout import NEW, OLD, POOL, StoredRollout
 from typer.testing import CliRunner
 
 from argosy.alerting import (
@@ -60,6 +60,12 @@ class Leader:
         self.clock = FakeClock(START)
         self.is_missing = False
         self.minutes: list[CellMinute] = []
+        self.versions = dict.fromkeys(("a", "b", "slow"), "v")
+        """Version of each replica."""
+        self.buckets = {"a": 40, "b": 40, "slow": 60}
+        """Bucket of each replica's times to the first token."""
+        self.failing = {"a", "b", "slow"}
+        """Replicas with the failed requests."""
         self.alerts = AlertRecords(store.fleets, FLEET, "leader", is_leader=True)
         self.watch = TrafficWatch(
             self._read_cells, store.fleets, FLEET, lambda: config or AlertingConfig()
@@ -78,6 +84,7 @@ class Leader:
             store,
             FLEET,
             self.watch,
+            list_serving=lambda: {"a", "slow"},
             events=(store.fleets, FLEET),
             read_versions=partial(read_pool_versions, store.fleets, FLEET)
             if follows_rollouts
@@ -104,8 +111,13 @@ class Leader:
                 start = int(self.clock.now // 60) * 60 - 120
                 cells = [
                     cell
-                    for replica, bucket in (("a", 40), ("b", 40), ("slow", 60))
-                    for cell in build_cells(replica, bucket, failed)
+                    for replica, bucket in self.buckets.items()
+                    for cell in build_cells(
+                        replica,
+                        bucket,
+                        failed if replica in self.failing else 0,
+                        self.versions[replica],
+                    )
                 ]
                 self.minutes = [CellMinute(start, cells)]
             await self.loop.evaluate()
@@ -113,13 +125,15 @@ class Leader:
             self.clock.now += 30.0
 
 
-def build_cells(replica: str, bucket: int, failed: int) -> list[tuple[CellKey, TrafficCell]]:
+def build_cells(
+    replica: str, bucket: int, failed: int, version: str
+) -> list[tuple[CellKey, TrafficCell]]:
     def cell() -> TrafficCell:
         histograms = {"ttft": {bucket: 15, bucket + 1: 15}}
         return TrafficCell(30 + failed, failed=failed, answered=30, histograms=histograms)
 
     return [
-        (CellKey(POOL, "v", replica), cell()),
+        (CellKey(POOL, version, replica), cell()),
         (CellKey(POOL, tenant="acme" if replica == "a" else "beta"), cell()),
     ]
 
@@ -143,6 +157,7 @@ async def test_page_becomes_an_incident_with_evidence_and_closes_after_the_end(
     assert len({(each.at, each.text) for each in incident.entries}) == len(incident.entries)
     assert incident.requests == 7 * incident.failed > 0
     assert incident.tenants == ("acme", "beta")
+    assert incident.request_nano_dollars == 0  # the ledger has none
     assert not leader.watch.is_learning
 
     commented = leader.records.comment(1, "disk", "key:1", leader.clock.now, is_cause=True)
@@ -173,7 +188,8 @@ async def test_slow_replica_is_a_ticket_within_minutes_and_ends_with_the_fault(
     await leader.run(60)
     found = leader.records.get(opened.number)
     assert {each.name for each in found.alerts.values()} == {"ReplicaDeviates"}
-    assert any(healthy == "replica a" for healthy in found.healthy)
+    assert "replica a" in found.healthy
+    assert "replica b" not in found.healthy  # it is gone
 
 
 async def test_slow_replica_opens_an_incident_where_it_is_declared_as_a_page(store: Store) -> None:
@@ -184,9 +200,9 @@ async def test_slow_replica_opens_an_incident_where_it_is_declared_as_a_page(sto
     assert incident.onset < incident.opened_at
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("decoy", ["", "page of another model", "outage of both versions"])
 async def test_bad_version_is_rolled_back_unless_something_else_is_wrong(
-    tmp_path: Path, is_elsewhere: bool
+    tmp_path: Path, decoy: str
 ) -> None:
     store = open_store(write_migrated_file(tmp_path / "store.db"))
     world = StoredRollout(store.fleets)
@@ -195,14 +211,23 @@ async def test_bad_version_is_rolled_back_unless_something_else_is_wrong(
     leader = Leader(store, follows_rollouts=True)
     leader.clock.now = versions.changed_at + 60
     leader.is_missing = True
-    if is_elsewhere:
+    leader.buckets = dict.fromkeys(leader.buckets, 40)
+    leader.versions |= {"a": NEW[:12], "b": OLD[:12], "slow": NEW[:12]}
+    leader.failing = {"a", "slow"} if decoy != "outage of both versions" else {"a", "b", "slow"}
+    if decoy == "page of another model":
         labels = {"alertname": "NodeDown", "severity": "critical", "model": "other"}
         receive_alerts(store.fleets, FLEET, [ReceivedAlert(labels=labels)], leader.clock.now)
-    await leader.run(60)
+    await leader.run(30)
+    advice = next(each.rollback for each in leader.records.list_all() if each.rollback)
+    assert "No excess is known by version yet" in advice.obstacles[-1]
+    await leader.run(210, failed=20)
     advice = next(each.rollback for each in leader.records.list_all() if each.rollback)
     commands = [each.kind for each in world.report.commands]
-    if is_elsewhere:
-        assert "Pages fire for other too" in advice.obstacles[0]
+    if decoy:
+        assert {
+            "page of another model": "Pages fire for other too",
+            "outage of both versions": "The other versions are ill too",
+        }[decoy] in advice.obstacles[0]
         assert not commands
     else:
         assert advice.is_done
@@ -211,6 +236,21 @@ async def test_bad_version_is_rolled_back_unless_something_else_is_wrong(
         assert len(entries) == 1
         assert entries[0].startswith(f"Rolled back {POOL}.")
     store.close()
+
+
+async def test_change_of_the_fleet_does_not_explain_a_full_disk(store: Store) -> None:
+    leader = Leader(store)
+    lease = store.fleets.acquire_lease("leader", store.fleets.read_lease(FLEET))
+    assert lease is not None
+    changed = FleetEvent(kind="replica_phase", pool=POOL, replica="a", outcome="ready")
+    store.fleets.append_events(lease, [changed])
+    leader.clock.now = store.fleets.list_events(FLEET)[0].at + 60
+    labels = {"alertname": "DiskNearlyFull", "severity": "critical", "folder": "/x"}
+    receive_alerts(store.fleets, FLEET, [ReceivedAlert(labels=labels)], leader.clock.now)
+    await leader.run(60)
+    (incident,) = leader.records.list_all()
+    assert not incident.changes
+    assert any("replica phase" in each.text for each in incident.entries)
 
 
 async def test_alerts_of_other_programs_fire_until_their_end_and_are_bounded(store: Store) -> None:

@@ -17,9 +17,11 @@ from argosy.policy.incidents import (
     add_entries,
     judge_rollback,
     open_incident,
+    select_causes,
     update_incidents,
     write_postmortem,
 )
+from argosy.policy.objectives import BudgetImpact
 
 NOW = 1_790_000_000.0
 LLAMA = {"model": "llama", "pool": "llama"}
@@ -50,13 +52,14 @@ class World:
         self.now = NOW
         self.alerts: dict[str, Alert] = {}
         self.incidents: dict[int, Incident] = {}
+        self.scopes: dict[str, dict[str, str]] = {}
 
     def report(self, *alerts: Alert) -> None:
         for each in alerts:
             self.alerts[compute_fingerprint(each.labels)] = each
         open_ones = [each for each in self.incidents.values() if each.is_open]
         number = max(self.incidents, default=0) + 1
-        for changed in update_incidents(open_ones, self.alerts, {}, number, self.now):
+        for changed in update_incidents(open_ones, self.alerts, {}, number, self.now, self.scopes):
             self.incidents[changed.number] = changed
 
 
@@ -77,6 +80,11 @@ def test_pages_open_incidents_and_alerts_of_their_scope_join() -> None:
     assert len(world.incidents[1].alerts) == 4
     world.report(alert("StoreUnreachable", {}))
     assert sorted(world.incidents) == [1, 2, 3]  # the whole fleet is another scope
+    missed = alert("BudgetBurnsFast", {"objective": "all"})
+    world.scopes[missed.fingerprint] = {"model": "llama"}
+    world.report(missed)
+    assert sorted(world.incidents) == [1, 2, 3]  # its excess is at the model of the first
+    assert world.incidents[1].alerts[missed.fingerprint].labels["model"] == "llama"
 
 
 def test_incident_closes_15_minutes_after_the_last_end_and_a_later_page_opens_another() -> None:
@@ -121,7 +129,30 @@ def test_nothing_changes_without_news_and_a_timeline_is_bounded() -> None:
     assert len({each.reference for each in full.entries[2:-1]}) == MAX_ENTRIES - 3
 
 
-def part(dimension: str, value: str, excess: float, requests: float) -> Slice:
+KINDS = ("replica_phase", "revision_in_force", "retention.set", "price.create", "content.read")
+
+
+@pytest.mark.parametrize(
+    ("alerts", "expected"),
+    [
+        ([alert("DiskNearlyFull", {})], ["retention.set"]),
+        ([alert("StoreUnreachable", {}), alert("Drift", {}, severity="ticket")], []),
+        ([alert("BudgetUsed", LLAMA), alert("StoreUnreachable", LLAMA)], ["price.create"]),
+        ([alert("Burn"), alert("StoreUnreachable", LLAMA)], [*KINDS[:2], "price.create"]),
+    ],
+)
+def test_only_changes_that_can_cause_the_pages_are_candidates(
+    alerts: list[Alert], expected: list[str]
+) -> None:
+    world = World()
+    world.report(*alerts)
+    changes = [PastChange(at=NOW, kind=kind, text="") for kind in KINDS]
+    assert [each.kind for each in select_causes(world.incidents[1], changes)] == expected
+
+
+def part(
+    dimension: str, value: str, excess: float, requests: float, elsewhere: float = 0.01
+) -> Slice:
     return Slice(
         dimension=dimension,
         value=value,
@@ -129,13 +160,19 @@ def part(dimension: str, value: str, excess: float, requests: float) -> Slice:
         request_share=requests,
         share=0.3,
         share_before=0.01,
-        share_elsewhere=0.01,
+        share_elsewhere=elsewhere,
     )
 
 
 BAD_VERSION = PoolVersions(
-    pool="llama", model="llama", rollout="r1", candidate="new", changed_at=NOW - 300, is_warm=True
+    pool="llama",
+    model="llama",
+    rollout="r1",
+    candidate="new0123456789",
+    changed_at=NOW - 300,
+    is_warm=True,
 )
+NEW_VERSION = part("version", "new0", 1.0, 0.5)
 
 
 def build_incident(changes: dict[str, Any]) -> Incident:
@@ -151,17 +188,21 @@ def build_incident(changes: dict[str, Any]) -> Incident:
         ({"versions": {"is_warm": False}}, "are gone"),
         ({"versions": {"last_rollback_at": NOW - 3600}}, "last 24 h"),
         ({"pages": [{"model": "other", "pool": "other"}]}, "Pages fire for other too"),
-        ({"slices": (part("replica", "llama-1", 0.95, 0.2),)}, "replica llama-1 has 95%"),
-        ({"slices": (part("version", "new", 0.3, 0.5),)}, "only 30%"),
-        ({"slices": (part("version", "new", 1.0, 0.5),)}, ""),
+        ({"slices": (NEW_VERSION, part("replica", "llama-1", 0.95, 0.2))}, "llama-1 has 95%"),
+        ({"slices": (part("version", "new0", 0.3, 0.5),)}, "only 30%"),
+        ({"slices": (part("version", "new0", 0.6, 0.6, 0.29),)}, "other versions are ill too: 29%"),
+        ({"slices": (part("version", "old0", 1.0, 1.0),)}, "by version yet"),
+        ({"excess": {"llama": 0.7, "other": 0.3}}, "Other models have 30%"),
         ({"alerts": {}}, "No page of an objective"),
     ],
 )
 def test_rollback_needs_all_conditions(case: dict[str, Any], obstacle: str) -> None:
     versions = msgspec.structs.replace(BAD_VERSION, **case.get("versions", {}))
-    changes: dict[str, Any] = {name: case[name] for name in ("slices", "alerts") if name in case}
+    changes: dict[str, Any] = {"slices": (NEW_VERSION,)}
+    changes |= {name: case[name] for name in ("slices", "alerts") if name in case}
     pages = [{"objective": "chat", **LLAMA}, *case.get("pages", [])]
-    advice = judge_rollback(build_incident(changes), [versions], pages, NOW)
+    excess = case.get("excess", {"llama": 1.0})
+    advice = judge_rollback(build_incident(changes), [versions], pages, NOW, excess)
     assert advice is not None
     assert [each for each in advice.obstacles if obstacle in each] == list(advice.obstacles)
     assert bool(advice.obstacles) is bool(obstacle)
@@ -185,6 +226,11 @@ def test_postmortem_has_the_numbers_of_the_record_and_no_markup_of_others() -> N
             "requests": 4120,
             "failed": 312,
             "tenants": ("acme",),
+            "request_nano_dollars": 2_000_000,
+            "budgets": (
+                BudgetImpact(objective="chat", misses=312, spent=0.61, remaining=-0.4),
+                BudgetImpact(objective="new", misses=1),
+            ),
             "missing": ("audit log",),
             "cause": "bad weights",
         }
@@ -195,6 +241,9 @@ def test_postmortem_has_the_numbers_of_the_record_and_no_markup_of_others() -> N
         "# INC-1: ObjectiveBurn",
         "4,120 requests in its scope, 312 of them failed (7.6%)",
         "acme",
+        "- money: $0.62 for the failed requests",
+        "- objective chat: 312 misses, 61% of the error budget; -40% are left",
+        "- objective new: 1 misses\n",
         "- detection: 2026-09-21 14:13:20, 2 min after the onset",
         "- mitigation: 2026-09-21 14:14:20, 3 min after",
         "- recovery: -",

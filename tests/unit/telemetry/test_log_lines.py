@@ -6,10 +6,19 @@ import json
 import re
 
 import pytest
+import structlog
 from hypothesis import example, given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
+from tests.support.fake_clock import FakeClock
 
-from argosy.telemetry import LogFormatter, LogSelection, find_new_lines, parse_log
+from argosy.telemetry import (
+    LogFormatter,
+    LogSelection,
+    RepeatedWarning,
+    find_new_lines,
+    parse_log,
+)
 
 EVENT = {"event": "request", "timestamp": "2026-11-28T10:00:00.250000Z", "logger": "argosy"}
 LOG = (
@@ -104,3 +113,17 @@ def test_lost_and_unfinished_lines_are_noticed() -> None:
     assert find_new_lines(["a", "b"], ["a", "beta", "c"]) == (["beta", "c"], False)
     assert find_new_lines(["b", "c"], ["a", "b", "c", "d"]) == (["d"], False)
     assert find_new_lines(["a", "b"], []) == ([], False)
+
+
+def test_problem_that_repeats_is_logged_once_a_minute_with_a_count() -> None:
+    clock = FakeClock(0.0)
+    problem = RepeatedWarning(structlog.get_logger(), clock)
+    with capture_logs() as logs:
+        for _ in range(13):
+            problem.report("store_failed", "gone")
+            clock.now += 10.0
+    assert [(each["event"], each["left_out"]) for each in logs] == [
+        ("store_failed", 0),
+        ("store_failed", 5),
+        ("store_failed", 5),
+    ]

@@ -13,6 +13,7 @@ from argosy.policy.objectives import (
     HOUR_S,
     SLOT_S,
     Budget,
+    BudgetImpact,
     CountHistory,
     Counts,
     Evaluation,
@@ -116,6 +117,32 @@ class ObjectiveReader:
         with self._lock:
             budgets = self._read_budgets(objectives, now)
         return {each: budgets[each].remaining(each) for each in objectives}
+
+    def read_impact(
+        self, objectives: Collection[Objective], since: float, now: float
+    ) -> list[BudgetImpact]:
+        """Return what each objective has lost since a time of the last three days.
+
+        Raises:
+            StoreError: The store cannot be used.
+        """
+        end = int(now - SETTLE_S) // SLOT_S * SLOT_S
+        start = int(max(since, now - HISTORY_S)) // SLOT_S * SLOT_S
+        with self._lock:
+            self._read_slots(end)
+            budgets = self._read_budgets(objectives, now)
+            misses = {
+                each: self._histories[each.id].count(start, end).misses for each in objectives
+            }
+        return [
+            BudgetImpact(
+                objective=each.name,
+                misses=misses[each],
+                spent=budgets[each].spent_by(each, misses[each]),
+                remaining=budgets[each].remaining(each),
+            )
+            for each in objectives
+        ]
 
     def _read_slots(self, end: int) -> None:
         """Read the hours that may have changed. A gateway without the store may write older ones later."""

@@ -351,16 +351,6 @@ class LeaderTerm:
         fleets = store.fleets
         alerts = AlertRecords(fleets, fleet, lease.holder, is_leader=True)
         watch = TrafficWatch(FleetTraffic(self._publisher).read, fleets, fleet, self._read_alerting)
-        incidents = IncidentKeeper(
-            alerts,
-            store,
-            fleet,
-            watch,
-            events=(fleets, fleet),
-            read_versions=partial(read_pool_versions, fleets, fleet),
-            roll_back=partial(roll_back, fleets, fleet),
-            clock=clock,
-        )
         objectives = ObjectiveAlerts(
             ObjectiveReader(store.objective_hours, fleet),
             lambda: (
@@ -368,6 +358,18 @@ class LeaderTerm:
                 if self._declared is None
                 else self._declared.config.objectives.build_objectives()
             ),
+        )
+        incidents = IncidentKeeper(
+            alerts,
+            store,
+            fleet,
+            watch,
+            list_serving=self._list_serving,
+            objectives=objectives,
+            events=(fleets, fleet),
+            read_versions=partial(read_pool_versions, fleets, fleet),
+            roll_back=partial(roll_back, fleets, fleet),
+            clock=clock,
         )
         sources = [
             FleetAlerts(self._journal, lambda: self._declared).read,
@@ -387,6 +389,11 @@ class LeaderTerm:
             clock=clock,
         )
         return [loop.run(), incidents.run()]
+
+    def _list_serving(self) -> set[str]:
+        return {
+            name for name, each in self._records.replicas.items() if each.phase in SERVING_PHASES
+        }
 
     def _read_alerting(self) -> AlertingConfig:
         return AlertingConfig() if self._declared is None else self._declared.config.alerting

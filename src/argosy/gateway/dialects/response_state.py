@@ -42,6 +42,7 @@ from argosy.store import (
     StoreError,
     UploadError,
 )
+from argosy.telemetry import RepeatedWarning
 
 T = TypeVar("T")
 
@@ -109,6 +110,7 @@ class ResponseState:
         """Stored bytes by tenant, as of the last reading."""
         self.idempotency_store = idempotency_store
         self.retention_s = keep_days * DAY_S
+        self._store_problem, self._space_problem = RepeatedWarning(log), RepeatedWarning(log)
         self._cipher_key: bytes | None = (
             None if store is not None else secrets.token_bytes(_KEY_BYTES)
         )
@@ -173,13 +175,14 @@ class ResponseState:
         except StorageQuotaError as error:
             raise ApiError(413, STORAGE_QUOTA_EXCEEDED, str(error)) from error
         except BlobStoreFullError as error:
-            log.warning("blob_store_full", reason=str(error))
+            self._space_problem.report("blob_store_full", str(error))
             message = (
                 "The server has no space for the file. Try again when its operator has freed some."
             )
             raise ApiError(507, "storage_full", message) from error
         except (BlobStoreError, StoreError, TimeoutError) as error:
-            log.warning("response_store_failed", reason=str(error) or "the store does not respond")
+            reason = str(error) or "the store does not respond"
+            self._store_problem.report("response_store_failed", reason)
             message = "What is stored cannot be reached at the moment. Try again shortly."
             raise ApiError(
                 503, "store_unavailable", message, retry_after_s=RETRY_AFTER_S

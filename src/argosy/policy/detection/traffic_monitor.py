@@ -23,6 +23,8 @@ MAX_PENDING_MINUTES = 60
 LEARNING_S = 7 * 24 * HOUR_S
 """Time from which a stream has a baseline."""
 HISTORY_STEPS = 24 * HOUR_S // STEP_S
+MIN_EXCESS = 5.0
+"""Events beyond the expected ones from which an excess is divided among models."""
 MAX_TENANTS = 50
 MAX_CELLS = 5000
 """Cells of one minute. Further ones are left out."""
@@ -122,6 +124,10 @@ class TrafficMonitor:
         self._done_until = 0
         self._step: dict[CellKey, TrafficCell] = {}
         self._step_start = 0
+        self._num_minutes = 0
+        """Minutes that were counted."""
+        self._open_step: tuple[int, int, dict[tuple[str, str, str], array[int]]] | None = None
+        """Counts of the open step after that many minutes."""
         self._hour: dict[CellKey, dict[str, Counts]] = {}
         self._hour_start = 0
         self._windows: dict[tuple[CellKey, str], deque[tuple[int, int, float]]] = {}
@@ -176,6 +182,7 @@ class TrafficMonitor:
                     self._step[key] = cell
                 else:
                     known.add(cell)
+            self._num_minutes += 1
 
     # --- output ----------------------------------------------------------------------------------
 
@@ -243,10 +250,7 @@ class TrafficMonitor:
     ) -> tuple[int, int, dict[tuple[str, str], Counts]]:
         """Return requests and failures since an onset, and both by dimension and value. All models count for ""."""
         total: dict[tuple[str, str], Counts] = {}
-        for start, counts in [
-            *self._history,
-            (self._step_start, self._count_slices(dict(self._step))),
-        ]:
+        for start, counts in self._list_steps():
             if start + STEP_S <= onset:
                 continue
             for (of_model, dimension, value), packed in counts.items():
@@ -258,12 +262,45 @@ class TrafficMonitor:
         )
         return requests, failed, total
 
+    def _list_steps(self) -> list[tuple[int, dict[tuple[str, str, str], array[int]]]]:
+        """Return the counts of all steps with their starts, the open one included."""
+        number = self._num_minutes
+        if self._open_step is None or self._open_step[0] != number:
+            self._open_step = number, self._step_start, self._count_slices(dict(self._step))
+        return [*self._history, self._open_step[1:]]
+
+    def excess_by_model(self, onset: float) -> dict[str, float]:
+        """Return the part of each model in the excess of failures since an onset, or else of slow requests.
+
+        It is empty if there is none of either.
+        """
+        steps = self._list_steps()
+        for index, kind in enumerate(EVENTS):
+            if not kind.is_of_replica:
+                continue
+            sides: list[dict[str, Counts]] = [{}, {}]
+            for start, counts in steps:
+                side = sides[start + STEP_S > onset]
+                for (model, dimension, _), packed in counts.items():
+                    if dimension == "replica":
+                        known = side.get(model, (0, 0))
+                        events, total = packed[2 * index], packed[2 * index + 1]
+                        side[model] = (known[0] + events, known[1] + total)
+            excess = {}
+            for model, (events, total) in sides[1].items():
+                before = sides[0].get(model, (0, 0))
+                excess[model] = events - total * (before[0] / before[1] if before[1] else 0.0)
+            total_excess = sum(max(0.0, each) for each in excess.values())
+            if total_excess >= MIN_EXCESS:
+                return {model: max(0.0, each) / total_excess for model, each in excess.items()}
+        return {}
+
     def slices(self, model: str, event: str, onset: float) -> list[Slice]:
         """Return where the excess of an event since its onset is."""
         index = next(index for index, kind in enumerate(EVENTS) if kind.name == event)
         before: dict[tuple[str, str], Counts] = {}
         after: dict[tuple[str, str], Counts] = {}
-        for start, counts in list(self._history):
+        for start, counts in self._list_steps():
             side = before if start + STEP_S <= onset else after
             for (of_model, dimension, value), packed in counts.items():
                 if of_model == model:

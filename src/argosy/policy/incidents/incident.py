@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from argosy.policy.detection import RankedChange, Slice
+from argosy.policy.objectives import BudgetImpact
 
 MAX_ENTRIES = 500
 """Entries of a timeline. Later ones are left out, and the last entry says so."""
@@ -88,6 +89,10 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     tenants: tuple[str, ...] = ()
     """Tenants with failed requests."""
+    budgets: tuple[BudgetImpact, ...] = ()
+    """Budgets of its objectives."""
+    request_nano_dollars: int | None = None
+    """Mean price of a request of its scope in the day before the onset; None if it is not known."""
     missing: tuple[str, ...] = ()
     """Sources that could not be read."""
     cause: str = ""
@@ -106,21 +111,27 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         return self.closed_at is None
 
     @property
-    def _deciding(self) -> list[IncidentAlert]:
+    def deciding_alerts(self) -> list[IncidentAlert]:
         """Its pages, or its tickets if it has no page. A ticket that goes on does not keep it open."""
         return [each for each in self.alerts.values() if each.severity == self.severity]
 
     @property
     def is_firing(self) -> bool:
         """Whether one of its pages fires, or one of its tickets if it has no page."""
-        return any(each.ended_at is None for each in self._deciding)
+        return any(each.ended_at is None for each in self.deciding_alerts)
 
     @property
     def quiet_since(self) -> float | None:
         """Time of the end of the last of these; None while one fires, or without alerts."""
-        if self.is_firing or not self._deciding:
+        if self.is_firing or not self.deciding_alerts:
             return None
-        return max(each.ended_at or 0.0 for each in self._deciding)
+        return max(each.ended_at or 0.0 for each in self.deciding_alerts)
+
+    @property
+    def lost_nano_dollars(self) -> int | None:
+        """Price of the failed requests, had they been answered as those of the day before; None if it is not known."""
+        price = self.request_nano_dollars
+        return None if price is None else price * self.failed
 
     @property
     def all_labels(self) -> list[Mapping[str, str]]:

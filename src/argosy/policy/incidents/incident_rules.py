@@ -32,6 +32,7 @@ def update_incidents(
     onsets: Mapping[str, float],
     next_number: int,
     now: float,
+    scopes: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[Incident]:
     """Return the incidents that change or are new.
 
@@ -43,12 +44,16 @@ def update_incidents(
         onsets: Most likely onset by fingerprint, where it is earlier than the start of the alert.
         next_number: Number of the next incident.
         now: Seconds since the epoch.
+        scopes: Where the excess is, by fingerprint, of alerts whose labels name no part of the fleet.
     """
+    scopes = scopes or {}
     current = {each.number: each for each in incidents}
     pages_first = sorted(
         alerts.items(), key=lambda each: (each[1].severity != "page", each[1].started_at)
     )
-    for fingerprint, alert in pages_first:
+    for fingerprint, unscoped in pages_first:
+        labels = {**scopes.get(fingerprint, {}), **unscoped.labels}
+        alert = msgspec.structs.replace(unscoped, labels=labels)
         owner = _find_owner(list(current.values()), fingerprint, alert, now)
         if owner is not None:
             current[owner.number] = _join(owner, fingerprint, alert)

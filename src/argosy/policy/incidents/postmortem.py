@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from argosy.policy.incidents.incident import Incident
+from argosy.policy.objectives import BudgetImpact
 
 MAX_CHANGES = 5
 MAX_SLICES = 6
@@ -42,10 +43,25 @@ def _describe_impact(incident: Incident) -> str:
         f"- {incident.requests:,} requests in its scope, {incident.failed:,} of them failed{share}",
         f"- tenants with failed requests: {_escape(', '.join(incident.tenants)) or 'none'}",
     ]
+    lost = incident.lost_nano_dollars
+    if lost is not None:
+        lines.append(
+            f"- money: ${lost / 1e9:,.2f} for the failed requests at the mean price of the day before"
+        )
+    lines += [f"- {_describe_budget(each)}" for each in incident.budgets]
     lines += [f"- {each.name}: {_escape(each.description)}" for each in incident.alerts.values()]
     if incident.missing:
         lines.append(f"- not read: {', '.join(incident.missing)}")
     return "\n".join(lines)
+
+
+def _describe_budget(impact: BudgetImpact) -> str:
+    if impact.spent is None or impact.remaining is None:
+        return f"objective {_escape(impact.objective)}: {impact.misses:,} misses"
+    return (
+        f"objective {_escape(impact.objective)}: {impact.misses:,} misses, {impact.spent:.0%} of the error budget; "
+        f"{impact.remaining:.0%} are left"
+    )
 
 
 def _describe_times(incident: Incident) -> str:
@@ -86,7 +102,7 @@ def _describe_slices(incident: Incident) -> str:
 
 def _describe_changes(incident: Incident) -> str:
     if not incident.changes:
-        return "Nothing is recorded in the time before the onset."
+        return "No recorded change explains this."
     lines = [
         f"{rank}. {format_utc(each.change.at)} {_escape(each.change.text)} (score {each.score:.2f})"
         for rank, each in enumerate(incident.changes[:MAX_CHANGES], 1)

@@ -23,6 +23,7 @@ from argosy.policy.objectives.count_history import HOUR_S, SLOT_S, CountHistory,
 from argosy.policy.objectives.coverage import ReportCoverage
 from argosy.policy.objectives.evaluation import (
     Budget,
+    BudgetImpact,
     Evaluation,
     evaluate,
     explain,

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from argosy.policy.objectives.burn_rates import BURN_WINDOWS, OUTAGE_WINDOW, BurnWindow
 from argosy.policy.objectives.classification import SLOW
 from argosy.policy.objectives.count_history import HOUR_S, CountHistory, Counts
@@ -28,6 +30,24 @@ class Budget(NamedTuple):
         if self.counts.requests < MIN_BUDGET_REQUESTS:
             return None
         return 1.0 - self.counts.miss_rate / objective.budget_share
+
+    def spent_by(self, objective: Objective, misses: int) -> float | None:
+        """Return the part of the whole budget that some of its misses are; None with too few requests to know."""
+        if self.counts.requests < MIN_BUDGET_REQUESTS:
+            return None
+        return misses / (self.counts.requests * objective.budget_share)
+
+
+class BudgetImpact(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of an objective's error budget that was spent since a time."""
+
+    objective: str
+    misses: int
+    """Misses since then, at most of the last three days."""
+    spent: float | None = None
+    """Part of the whole budget that these misses are; None with too few requests to know."""
+    remaining: float | None = None
+    """Part of the budget that is left, which may be negative; None if it is not known."""
 
 
 class Evaluation(NamedTuple):

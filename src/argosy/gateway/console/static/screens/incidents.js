@@ -1,7 +1,7 @@
 // Incidents: what is wrong, since when, where, after what, and the step that ends it; and drift of the traffic.
 import { html, useState } from "../vendor.js";
 import { get, may, post, useResource } from "../core/api.js";
-import { age, duration, exact, percent, plural, time, visible } from "../core/format.js";
+import { duration, exact, money, percent, plural, time, visible } from "../core/format.js";
 import { link, route } from "../core/router.js";
 import { FormDialog } from "../ui/form-dialog.js";
 import { Action, Card, Name, Pill, Resource, copyText, notify } from "../ui/parts.js";
@@ -81,14 +81,16 @@ function Details({ incident, reload }) {
   const alerts = Object.values(incident.alerts);
   return html`<${Card} title=${`${incident.display_name}: ${visible(incident.title)}`} actions=${html`<${Pill} kind=${kind}>${word}<//>`}>
       <p>${scopeOf(incident.scope)}, since ${time(incident.onset, { date: true })}, ${incident.closed_at === null ? "for" : "it lasted"} ${lasted(incident)}. ${" "}
-        ${incident.requests ? `${exact(incident.failed)} of ${exact(incident.requests)} requests failed.` : ""}</p>
+        ${incident.requests ? `${exact(incident.failed)} of ${exact(incident.requests)} requests failed.` : ""}
+        ${incident.request_nano_dollars && incident.failed ? ` They would have cost ${money(incident.request_nano_dollars * incident.failed)}.` : ""}</p>
+      ${incident.budgets.map((each) => html`<p key=${each.objective}>Objective ${visible(each.objective)}: ${each.misses === 1 ? "1 miss" : `${exact(each.misses)} misses`}${each.spent === null ? "" : `, ${percent(each.spent)} of the error budget`}${each.remaining === null ? "" : `; ${percent(each.remaining)} are left`}.</p>`)}
       <${Advice} advice=${incident.rollback} reload=${reload} />
       <div class="row commands">${button("comment", "Comment")}${incident.closed_at === null ? button("close", "Close") : null}<${Action} run=${copyDraft}>Copy the postmortem<//></div><//>
     <${Card} title="1 Detect" note=${plural(alerts.length, "alert")}>${alerts.length ? html`<ul class="alerts">${alerts.map((alert) => html`<li key=${`${alert.name}${alert.started_at}`}>
         <div class="row"><${Pill} kind=${alert.ended_at !== null ? "none" : alert.severity === "page" ? "bad" : "warn"}>${alert.ended_at === null ? alert.severity : "ended"}<//><b>${visible(alert.summary)}</b></div>
         <p>${visible(alert.description)}</p><p class="s">Since ${time(alert.started_at, { date: true })}, ${duration(Math.max(0, alert.started_at - incident.onset))} after the onset.</p></li>`)}</ul>` : html`<p class="empty">It was opened by hand, without an alert.</p>`}<//>
     <${Card} title="2 Correlate" note="what changed before, which does not mean because">${incident.changes.length ? html`<${Table} label="Changes" columns=${CHANGES} rows=${incident.changes.map((each, index) => ({ ...each.change, score: each.score, index }))} rowKey=${(row) => row.index} height=${240} />`
-      : html`<p class="empty">Nothing is recorded in the two hours before.</p>`}${incident.missing.length ? html`<p class="failure">Not read: ${incident.missing.join(", ")}.</p>` : null}<//>
+      : html`<p class="empty">No recorded change of the two hours before explains this.</p>`}${incident.missing.length ? html`<p class="failure">Not read: ${incident.missing.join(", ")}.</p>` : null}<//>
     <${Card} title="3 Isolate" note=${incident.slices.length ? `where requests are that ${incident.sliced_event}` : ""}>${incident.slices.length ? html`<${Table} label="Slices" columns=${SLICES} rows=${incident.slices} rowKey=${(row) => `${row.dimension} ${row.value}`} height=${240} />`
       : html`<p class="empty">No part of the traffic carries an excess.</p>`}${incident.healthy.length ? html`<p>Healthy: ${incident.healthy.map(visible).join(", ")}.</p>` : null}<//>
     <${Card} title="4 Root cause" actions=${button("cause", "Confirm the cause")}><p>${incident.cause ? `${visible(incident.cause)} (${visible(incident.cause_by)})` : "Not confirmed. Compare what changed with where the excess is."}</p><//>
