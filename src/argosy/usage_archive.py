@@ -20,7 +20,7 @@ import numpy as np
 
 from argosy.extras import install_command
 from argosy.model_store import find_file_system
-from argosy.store import ALL_USAGE, ColdPart, Ledger, UsageFilter, UsageRecord
+from argosy.store import ALL_USAGE, ColdPart, FocusExport, Ledger, UsageFilter, UsageRecord
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -40,6 +40,14 @@ _CONFIG = {
     "autoload_known_extensions": "false",
 }
 _TYPES: dict[Any, type] = {int: np.int64, float: np.float64}
+_DOLLARS = "DECIMAL(38, 9)"
+_FOCUS_TYPES = {
+    **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), _DOLLARS),
+    **dict.fromkeys(("ConsumedQuantity", "PricingQuantity", "x_AllocatedCost"), _DOLLARS),
+    **dict.fromkeys(("BillingPeriodStart", "BillingPeriodEnd"), "TIMESTAMP"),
+    **dict.fromkeys(("ChargePeriodStart", "ChargePeriodEnd"), "TIMESTAMP"),
+}
+"""Types of columns that are no text. Times are in UTC."""
 _FILTERED = ("organisation", "project", "key", "user", "model", "asked", "route", "replica")
 
 
@@ -60,38 +68,9 @@ class UsageArchive:
     def __init__(self, ledger: Ledger, url: str) -> None:
         self._ledger = ledger
         self._url = url
-        with self._explain_errors():
+        with _explain_errors(url):
             self._files, root = find_file_system(url)
         self._root = root.rstrip("/")
-
-    @contextmanager
-    def _explain_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError:  # has a message with a remedy
-            raise
-        except ImportError as error:
-            remedy = install_command("cold")
-            raise UsageArchiveError(f"The archive of usage needs DuckDB: {remedy}") from error
-        except Exception as error:  # each file system has its own
-            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-            raise UsageArchiveError(
-                f"The archive {self._url.partition('?')[0]} cannot be used: {reason}. Check the address, its"
-                " permissions and its free space."
-            ) from error
-
-    @contextmanager
-    def _open_duckdb(self) -> Iterator[tuple[DuckDBPyConnection, Path]]:
-        """Open DuckDB in memory, and a folder for its files, within a context that explains errors."""
-        with (
-            self._explain_errors(),
-            TemporaryDirectory(prefix="argosy-usage-") as scratch,
-        ):
-            import duckdb
-
-            config: dict[str, Any] = _CONFIG | {"temp_directory": scratch}
-            with duckdb.connect(config=config) as database:
-                yield database, Path(scratch)
 
     def move(self, before: float) -> int:
         """Move the records of whole days that ended before a time into the archive. Returns their number.
@@ -100,7 +79,7 @@ class UsageArchive:
         records by daily sums. A record that is added again later counts twice, as after `Ledger.roll_up`.
         """
         moved = 0
-        with self._open_duckdb() as (database, scratch):
+        with _open_duckdb(self._url) as (database, scratch):
             while records := self._ledger.read_oldest(before, PART_ROWS):
                 part = self._write_part(records, database, scratch)
                 # Records that were added to this part meanwhile are read with it the next time.
@@ -133,7 +112,7 @@ class UsageArchive:
             if limit is not None:
                 conditions.append(f"ended_at {comparison} ?")
                 values.append(limit)
-        with self._open_duckdb() as (database, scratch):
+        with _open_duckdb(self._url) as (database, scratch):
             files = [self._fetch(part, scratch / str(at)) for at, part in enumerate(parts)]
             query = f"SELECT {_COLUMNS} FROM read_parquet(?) WHERE {' AND '.join(conditions)}"  # noqa: S608 - own names
             rows = database.execute(f"{query} ORDER BY ended_at, request", [files, *values])
@@ -193,6 +172,65 @@ class UsageArchive:
         if _digest(path)[0] != part.sha256:
             raise UsageArchiveError(f"{part.key} in {self._url} is damaged. Restore the file.")
         return str(path)
+
+
+def write_focus_parquet(charges: FocusExport, path: Path) -> None:
+    """Write charges in the format of FOCUS to a Parquet file, which appears when it is complete.
+
+    Raises:
+        UsageArchiveError: The file cannot be written. The message says what to change.
+    """
+    names = charges.columns
+    types = {name: _FOCUS_TYPES.get(name, "VARCHAR") for name in names}
+    columns = ", ".join(f'"{name}" {each}' for name, each in types.items())
+    casts = ", ".join(f'CAST("{name}" AS {each})' for name, each in types.items())
+    with _open_duckdb(str(path)) as (database, _):
+        database.execute(f"CREATE TABLE focus ({columns})")
+        for page in charges.iter_pages():
+            if page:
+                cells = {name: [_to_text(each.get(name)) for each in page] for name in names}
+                database.register("page", {k: np.array(v, dtype=object) for k, v in cells.items()})
+                database.execute(f"INSERT INTO focus SELECT {casts} FROM page")  # noqa: S608 - own names
+        part = path.with_name(f".{path.name}.part")
+        try:
+            quoted = str(part).replace("'", "''")
+            database.execute(
+                f"COPY focus TO '{quoted}' (FORMAT parquet, COMPRESSION zstd)"
+            ).fetchall()
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _to_text(cell: str | int | None) -> str | None:
+    return None if cell is None else str(cell)
+
+
+@contextmanager
+def _explain_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError:  # has a message with a remedy
+        raise
+    except ImportError as error:
+        remedy = install_command("cold")
+        raise UsageArchiveError(f"Parquet needs DuckDB: {remedy}") from error
+    except Exception as error:  # each file system has its own
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise UsageArchiveError(
+            f"{url.partition('?')[0]} cannot be used: {reason}. Check the address, its permissions and its free space."
+        ) from error
+
+
+@contextmanager
+def _open_duckdb(url: str) -> Iterator[tuple[DuckDBPyConnection, Path]]:
+    """Open DuckDB in memory, and a folder for its files, within a context that explains errors."""
+    with _explain_errors(url), TemporaryDirectory(prefix="argosy-usage-") as scratch:
+        import duckdb
+
+        config: dict[str, Any] = _CONFIG | {"temp_directory": scratch}
+        with duckdb.connect(config=config) as database:
+            yield database, Path(scratch)
 
 
 def _digest(path: Path) -> tuple[str, int]:

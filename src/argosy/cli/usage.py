@@ -157,6 +157,10 @@ def export(
         typer.Option("--format", help="Format of the export."),
     ] = "focus",
     version: Annotated[Literal["1.2", "1.3"], typer.Option(help="Version of FOCUS.")] = "1.2",
+    file_format: Annotated[
+        Literal["csv", "parquet"],
+        typer.Option(help="Format of the file. Parquet needs the extra `cold`."),
+    ] = "csv",
     output: Annotated[Path, typer.Option(help="File to write; - is standard output.")] = Path("-"),
     since: SinceOption = None,
     until: UntilOption = None,
@@ -164,9 +168,12 @@ def export(
     project: ProjectName = None,
     store: StoreUrl = None,
 ) -> None:
-    """Export the cost of whole days as CSV in the FOCUS format of the FinOps Foundation."""
-    from argosy.store import UsageFilter, export_focus
+    """Export the cost of whole days in the FOCUS format of the FinOps Foundation."""
+    from argosy.store import FocusExport, UsageFilter
+    from argosy.usage_archive import write_focus_parquet
 
+    if file_format == "parquet" and str(output) == "-":
+        fail("Parquet is written to a file. Add --output FILE.parquet.")
     with open_existing_store(store) as opened_store:
         usage_filter = UsageFilter(
             since=since,
@@ -174,14 +181,18 @@ def export(
             organisation=find_id(find_organisation, opened_store, organisation),
             project=find_id(find_project, opened_store, project),
         )
-        pieces = export_focus(
+        charges = FocusExport(
             opened_store.ledger,
             opened_store.accounts,
             opened_store.limits_and_prices,
             version,
             usage_filter,
+            hardware=opened_store.hardware_costs,
         )
-        _write_csv(pieces, output)
+        if file_format == "parquet":
+            write_focus_parquet(charges, output)
+        else:
+            _write_csv(charges.iter_csv(), output)
 
 
 @app.command("archive")

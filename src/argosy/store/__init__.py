@@ -66,7 +66,7 @@ from argosy.store.fleet_store import (
     FleetStore,
     PoolGeneration,
 )
-from argosy.store.focus_export import FOCUS_VERSIONS, FocusVersion, export_focus
+from argosy.store.focus_export import FOCUS_VERSIONS, FocusExport, FocusVersion
 from argosy.store.gateway_registry import (
     LIVENESS_TIMEOUT_S,
     GatewayRecord,

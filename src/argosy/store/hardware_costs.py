@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import select
@@ -19,7 +20,7 @@ from argosy.store.fleet_store import IDLE_TIMEOUT_S, FleetLease, require_leader
 from argosy.store.ledger import DAY_S, MAX_REPORT_ROWS, Ledger, UsageFilter, UsageReportRow
 
 _days = schema.hardware_days.c
-_Owner = tuple[str, str, str]
+CostOwner = tuple[str, str, str]
 """Model, organisation and project."""
 _SUMS = ("replica_ms", "busy_ms", "nano_dollars")
 
@@ -44,6 +45,16 @@ class CostRow(msgspec.Struct, frozen=True):
     """Whether the row is the cost of the time in which replicas of the model ran no request."""
     billed: int = 0
     caused: int = 0
+
+
+class DayDivision(NamedTuple):
+    """Division of the cost of hardware of one day. Amounts are in nano-dollars, and sum to the cost."""
+
+    caused: Mapping[CostOwner, int]
+    service: Mapping[CostOwner, int]
+    """Weighted tokens."""
+    idle: Mapping[str, int]
+    """Cost of the time in which replicas of a model ran no request, by model."""
 
 
 class HardwareCosts:
@@ -88,26 +99,20 @@ def compare_costs(
     Raises:
         ValueError: The result would have more than `MAX_REPORT_ROWS` rows.
     """
-    costs: dict[tuple[int, str], HardwareUse] = {}
-    for day in hardware.list_days(since, until):
-        costs[day.day, day.model] = _add(costs.get((day.day, day.model), HardwareUse()), day)
-    billed: Counter[_Owner] = Counter()
-    caused: Counter[_Owner] = Counter()
+    costs = sum_hardware_days(hardware.list_days(since, until))
+    billed: Counter[CostOwner] = Counter()
+    caused: Counter[CostOwner] = Counter()
     idle: Counter[str] = Counter()
     for number, rows in _iter_days(ledger, since, until):
-        services: dict[str, dict[_Owner, int]] = {}
         for row in rows:
-            owner = (row.model or "", row.organisation or "", row.project or "")
-            billed[owner] += row.nano_dollars
-            services.setdefault(owner[0], {})[owner] = _count_service(row)
+            billed[cost_owner(row)] += row.nano_dollars
         if len(billed) > MAX_REPORT_ROWS:
             raise ValueError(f"There are more than {MAX_REPORT_ROWS} rows. Choose a shorter time.")
-        for model, service in services.items():
-            parts, idle_part = attribute_cost(costs.pop((number, model), HardwareUse()), service)
-            caused.update(parts)
-            idle[model] += idle_part
-    for (_, model), use in costs.items():  # days without requests
-        idle[model] += use.nano_dollars
+        division = divide_day(rows, costs.pop(number, {}))
+        caused.update(division.caused)
+        idle.update(division.idle)
+    for uses in costs.values():  # days without requests
+        idle.update(divide_day([], uses).idle)
     return [
         *(
             CostRow(*owner, billed=cost, caused=caused[owner])
@@ -119,6 +124,39 @@ def compare_costs(
             if cost
         ),
     ]
+
+
+def sum_hardware_days(days: Iterable[HardwareDay]) -> dict[int, dict[str, HardwareUse]]:
+    """Return the use of hardware by day and model, over all pools."""
+    sums: dict[int, dict[str, HardwareUse]] = {}
+    for day in days:
+        models = sums.setdefault(day.day, {})
+        models[day.model] = _add(models.get(day.model, HardwareUse()), day)
+    return sums
+
+
+def divide_day(rows: Iterable[UsageReportRow], uses: Mapping[str, HardwareUse]) -> DayDivision:
+    """Divide the cost of hardware of a day among those who caused it.
+
+    Args:
+        rows: Usage of the day by model, organisation and project.
+        uses: Use of hardware by model.
+    """
+    services: dict[str, dict[CostOwner, int]] = {model: {} for model in uses}
+    for row in rows:
+        services.setdefault(row.model or "", {})[cost_owner(row)] = count_service(row)
+    caused: dict[CostOwner, int] = {}
+    idle = {}
+    for model, service in services.items():
+        parts, idle[model] = attribute_cost(uses.get(model, HardwareUse()), service)
+        caused |= parts
+    by_owner = {owner: each for service in services.values() for owner, each in service.items()}
+    return DayDivision(caused, by_owner, idle)
+
+
+def cost_owner(row: UsageReportRow) -> CostOwner:
+    """Return who caused the cost of a row."""
+    return row.model or "", row.organisation or "", row.project or ""
 
 
 def _iter_days(
@@ -134,7 +172,8 @@ def _iter_days(
         yield int(start // DAY_S), list(group)
 
 
-def _count_service(row: UsageReportRow) -> int:
+def count_service(row: UsageReportRow) -> int:
+    """Return the weighted tokens by which the cost of busy replicas is divided."""
     uncached = max(0, row.input_tokens - row.cached_tokens)
     return int(weighted_tokens(uncached, row.output_tokens))
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from collections import Counter
 from decimal import Decimal
+from pathlib import Path
 
+import duckdb
 import pytest
 from tests.integration.store.conftest import ACTOR, RULES, START
 from tests.support.fake_clock import FakeClock
@@ -15,6 +18,7 @@ from tests.support.usage_rows import usage_row
 from argosy.store import (
     FOCUS_VERSIONS,
     CostRow,
+    FocusExport,
     FocusVersion,
     HardwareDay,
     LimitWindow,
@@ -24,10 +28,10 @@ from argosy.store import (
     Store,
     UsageFilter,
     compare_costs,
-    export_focus,
     list_budgets,
     list_outliers,
 )
+from argosy.usage_archive import UsageArchiveError, write_focus_parquet
 
 DAY = 86_400.0
 MIDNIGHT = START // DAY * DAY
@@ -45,8 +49,8 @@ def read_focus(
     store: Store, version: FocusVersion = "1.2", where: UsageFilter | None = None
 ) -> list[dict[str, str]]:
     prices = store.limits_and_prices
-    text = export_focus(store.ledger, store.accounts, prices, version, where or UsageFilter())
-    return list(csv.DictReader("".join(text).splitlines()))
+    charges = FocusExport(store.ledger, store.accounts, prices, version, where or UsageFilter())
+    return list(csv.DictReader("".join(charges.iter_csv()).splitlines()))
 
 
 def to_nano(row: dict[str, str]) -> int:
@@ -117,14 +121,97 @@ def test_focus_export_has_the_callers_organisation_only(
     mine = usage_row("r1", organisation=organisation.id)
     store.ledger.add_records([mine, usage_row("r2", organisation="other")])
     scope = organisation.id
-    pieces = export_focus(
+    charges = FocusExport(
         store.ledger.for_organisation(scope),
         store.accounts.for_organisation(scope),
         store.limits_and_prices.for_organisation(scope),
         "1.2",
     )
-    rows = list(csv.DictReader("".join(pieces).splitlines()))
+    rows = list(csv.DictReader("".join(charges.iter_csv()).splitlines()))
     assert {row["BillingAccountId"] for row in rows} == {scope}
+
+
+def test_month_in_focus_sums_to_ledger_and_hardware_as_csv_and_parquet(
+    store: Store, project: Project, tmp_path: Path
+) -> None:
+    """With failovers, requests whose price was refunded, a price change at midnight, and idle replicas."""
+    for since, factor in ((0.0, 1), (MIDNIGHT, 3)):
+        price = Price(
+            model="m", input=7 * factor, cached_input=factor, output=31 * factor, since=since
+        )
+        store.limits_and_prices.set_price(price, actor=ACTOR)
+    lease = store.fleets.acquire_lease("controller", store.fleets.read_lease("f"))
+    assert lease is not None
+    first_day = int(MIDNIGHT // DAY) - 15
+    rng = random.Random(4)
+    hardware = 0
+    for number in range(30):
+        day = first_day + number
+        hardware += 1_000_003
+        use = HardwareDay(
+            day=day,
+            pool="p",
+            model="m",
+            replica_ms=86_400_000,
+            busy_ms=rng.randrange(86_400_000),
+            nano_dollars=1_000_003,
+        )
+        store.hardware_costs.add(lease, [use])
+        factor = 3 if day * DAY >= MIDNIGHT else 1
+        rows = []
+        for request in range(0 if number == 9 else rng.randrange(3, 9)):  # one day is quiet
+            tokens = (rng.randrange(1, 5000), rng.randrange(0, 900), rng.randrange(0, 700))
+            tokens = (tokens[0], min(tokens[:2]), tokens[2])
+            cost = factor * (7 * (tokens[0] - tokens[1]) + tokens[1] + 31 * tokens[2])
+            is_refunded = request == 1
+            rows.append(
+                usage_row(
+                    f"r{number}-{request}",
+                    project=rng.choice([project.id, "proj_b"]),
+                    user=rng.choice(["ann", "bob"]),
+                    # at the last and the first moment of a day
+                    ended_at=day * DAY + (0.0 if request % 2 else DAY - 0.001),
+                    status="interrupted" if is_refunded else "completed",
+                    replica="second" if request == 2 else "first",  # after a failover
+                    nano_dollars=0 if is_refunded else cost,
+                    **dict(
+                        zip(("input_tokens", "cached_tokens", "output_tokens"), tokens, strict=True)
+                    ),
+                )
+            )
+        store.ledger.add_records(rows)
+    (total,) = store.ledger.report()
+    charges = FocusExport(
+        store.ledger,
+        store.accounts,
+        store.limits_and_prices,
+        "1.2",
+        hardware=store.hardware_costs,
+    )
+    rows_of_csv = list(csv.DictReader("".join(charges.iter_csv()).splitlines()))
+    assert sum(map(to_nano, rows_of_csv)) == total.nano_dollars
+    write_focus_parquet(charges, tmp_path / "month.parquet")
+    query = f"""SELECT "SubAccountId", sum("BilledCost"), sum("x_AllocatedCost")
+        FROM '{tmp_path / "month.parquet"}' GROUP BY 1"""  # noqa: S608 - a path of the test
+    found = {project or "": costs for project, *costs in duckdb.execute(query).fetchall()}
+    assert sum(billed for billed, _ in found.values()) * 10**9 == total.nano_dollars
+    assert sum(caused for _, caused in found.values()) * 10**9 == hardware
+    expected: dict[str, list[int]] = {}
+    begin = first_day * DAY
+    for each in compare_costs(store.ledger, store.hardware_costs, begin, begin + 30 * DAY):
+        sums = expected.setdefault(each.project, [0, 0])
+        sums[0] += each.billed
+        sums[1] += each.caused
+    assert {name: [int(each * 10**9) for each in costs] for name, costs in found.items()} == (
+        expected
+    )
+    idle = [row for row in rows_of_csv if row["SkuId"] == "m/idle"]
+    assert len(idle) == 30
+    assert {row["BillingAccountId"] for row in idle} == {"operator"}
+    for row in rows_of_csv:
+        assert all(row[name] for name in MANDATORY_COLUMNS if name != "ChargeClass")
+    with pytest.raises(UsageArchiveError, match="permissions and its free space"):
+        write_focus_parquet(charges, tmp_path / "missing" / "month.parquet")
 
 
 def test_caused_cost_sums_to_the_cost_of_the_hardware(store: Store) -> None:

@@ -41,11 +41,11 @@ from argosy.protocol import ApiError
 from argosy.store import (
     FOCUS_VERSIONS,
     Accounts,
+    FocusExport,
     RecordOrder,
     Timestamp,
     UsageFilter,
     UsageRecord,
-    export_focus,
     format_csv,
     format_csv_time,
     parse_report_groups,
@@ -79,8 +79,14 @@ def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
     if version is not None:
         if query.group_by:
             raise ValueError(f"{query.format} has groups of its own. Leave out group_by.")
-        where = _to_usage_filter(query)
-        return export_focus(scope.ledger, scope.accounts, scope.limits_and_prices, version, where)
+        return FocusExport(
+            scope.ledger,
+            scope.accounts,
+            scope.limits_and_prices,
+            version,
+            _to_usage_filter(query),
+            hardware=scope.hardware_costs if scope.organisation_id is None else None,
+        ).iter_csv()
     if not query.group_by:
         return scope.ledger.export_csv(_to_usage_filter(query))
     return iter(
