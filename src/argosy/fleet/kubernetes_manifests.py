@@ -102,6 +102,10 @@ def _check(config: FleetConfig, *, is_static: bool) -> None:
     if needs_image and not (url or "").startswith("postgresql"):
         problem = "pods share a store only if it is PostgreSQL. Set it to postgresql://USER@HOST/DATABASE."
         raise SettingError.at(("store", "url"), problem)
+    files = _secret_files(config)
+    if files and config.kubernetes.secret_name is None:
+        problem = f"alerting refers to the file {min(files)}. Name the Secret that has the key {files[min(files)]}."
+        raise SettingError.at(("kubernetes", "secret_name"), problem)
     if config.gateways and config.tls is not None:
         problem = (
             "its files are not in the pods. Remove it, and end TLS in the ingress or load balancer."
@@ -314,17 +318,31 @@ def _common_container(config: FleetConfig, name: str, file: str) -> KubernetesOb
     }
     if config.kubernetes.secret_name is not None:
         container["envFrom"] = [{"secretRef": {"name": config.kubernetes.secret_name}}]
+    # Each file alone, since the token of a service account is in the usual folder of secrets as well.
+    container["volumeMounts"] += [
+        {"name": "secrets", "mountPath": file, "subPath": key, "readOnly": True}
+        for file, key in sorted(_secret_files(config).items())
+    ]
     return container
 
 
+def _secret_files(config: FleetConfig) -> dict[str, str]:
+    """Return the keys of the Secret with the secrets of `alerting` that are files, by path."""
+    return {each.file: each.key for each in config.alerting.secrets if each.file is not None}
+
+
 def _common_pod(config: FleetConfig, config_map: str) -> KubernetesObject:
+    volumes: list[KubernetesObject] = [
+        {"name": "config", "configMap": {"name": config_map}},
+        {"name": "tmp", "emptyDir": {}},
+    ]
+    if _secret_files(config):
+        secret = {"secretName": config.kubernetes.secret_name}
+        volumes.append({"name": "secrets", "secret": secret})
     return {
         "securityContext": pod_security(config.kubernetes),
         **image_pull_secrets(config.kubernetes),
-        "volumes": [
-            {"name": "config", "configMap": {"name": config_map}},
-            {"name": "tmp", "emptyDir": {}},
-        ],
+        "volumes": volumes,
     }
 
 

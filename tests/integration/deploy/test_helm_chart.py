@@ -153,12 +153,23 @@ def test_commands_and_files_are_those_of_argosy(release: Release, tmp_path: Path
     assert fleet.gateways == 0
     assert fleet.pools
     assert (fleet.fleet, fleet.store) == (gateway.fleet, gateway.store)
+    files = {each.file: each.key for each in fleet.alerting.secrets if each.file is not None}
+    secret = fleet.kubernetes.secret_name
+    for workload in release.of_kind("Deployment", "Job"):
+        spec = workload["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        sources = container.get("envFrom", [])
+        assert sources == ([{"secretRef": {"name": secret}}] if secret else [])
+        mounts = [each for each in container["volumeMounts"] if each["name"] == "secrets"]
+        assert {each["mountPath"]: each["subPath"] for each in mounts} == files
+        volumes = [each["secret"] for each in spec["volumes"] if each["name"] == "secrets"]
+        assert volumes == ([{"secretName": secret}] if files else [])
 
 
 def known_settings(declaration: str) -> bytes:
     """Return the declaration without `kubernetes`, if this version has no launcher for it."""
     settings = yaml.safe_load(declaration)
-    assert settings["kubernetes"] == {"namespace": NAMESPACE}
+    assert settings["kubernetes"]["namespace"] == NAMESPACE
     fields = FleetConfig.__struct_fields__
     return msgspec.json.encode({name: settings[name] for name in settings if name in fields})
 

@@ -16,12 +16,12 @@ from tests.support.kubernetes_cluster import expand
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.deployment import FleetConfig, load_config, load_fleet, parse_fleet
+from argosy.deployment import AlertingConfig, FleetConfig, load_config, load_fleet, parse_fleet
 from argosy.fleet.kubernetes_manifests import build_manifests, dump_manifests
 from argosy.fleet.launch_spec import build_launch_spec
 from argosy.fleet.launchers import LaunchError, LaunchSpec
 from argosy.fleet.launchers.kubernetes_objects import build_deployment, build_pool_objects
-from argosy.settings import SettingError
+from argosy.settings import SettingError, convert_settings
 
 EXAMPLE = Path(__file__).parents[3] / "examples/kubernetes.yaml"
 OLDEST_VERSION = "1.30"
@@ -90,6 +90,29 @@ def test_config_maps_contain_settings_of_gateways_and_controllers(
         build_manifests(each)["controller"][-1]["metadata"]["name"] for each in (config, changed)
     ]
     assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_files_with_secrets_of_notices_are_mounted(config: FleetConfig, *, is_static: bool) -> None:
+    """In the pods that evaluate alerts: controllers, or the gateways without one."""
+    hook = {"url": "https://hook.example", "token": {"file": "/run/secrets/hook-token"}}
+    receivers = [{"name": "hook", "webhook": hook}]
+    alerting = convert_settings({"receivers": receivers}, AlertingConfig)
+    config = msgspec.structs.replace(config, alerting=alerting)
+    files = build_manifests(config, is_static=is_static)
+    for each in files["gateway" if is_static else "controller"]:
+        assert_valid(each)
+        if each["kind"] in {"Deployment", "StatefulSet", "Job"}:
+            pod = pod_of(each)
+            (container,) = pod["containers"]
+            mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+            mount = mounts["/run/secrets/hook-token"]
+            assert (mount["subPath"], mount["readOnly"]) == ("hook-token", True)
+            volumes = {volume["name"]: volume for volume in pod["volumes"]}
+            assert volumes[mount["name"]]["secret"]["secretName"] == config.kubernetes.secret_name
+    nameless = msgspec.structs.replace(config.kubernetes, secret_name=None)
+    with pytest.raises(SettingError, match="has the key hook-token"):
+        build_manifests(msgspec.structs.replace(config, kubernetes=nameless), is_static=is_static)
 
 
 def test_replica_has_what_its_pool_declares(config: FleetConfig) -> None:

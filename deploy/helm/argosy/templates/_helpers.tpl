@@ -89,9 +89,21 @@ affinity:
 {{- end }}
 {{- end -}}
 
+{{/* Paths of the secrets in a part of the declaration that are files, one a line. */}}
+{{- define "argosy.secretFiles" -}}
+{{- if kindIs "map" . }}
+{{- if kindIs "string" .file }}{{ .file }}{{ "\n" }}{{ end }}
+{{- range $name, $value := . }}{{ if ne $name "match" }}{{ include "argosy.secretFiles" $value }}{{ end }}{{ end }}
+{{- else if kindIs "slice" . }}
+{{- range . }}{{ include "argosy.secretFiles" . }}{{ end }}
+{{- end }}
+{{- end -}}
+
 {{/* The pod of a controller, or of the job that applies the declaration. Takes a list: the root context and the arguments. */}}
 {{- define "argosy.controllerPod" -}}
 {{- $root := index . 0 -}}
+{{- $secret := ($root.Values.fleet.declaration.kubernetes | default dict).secret_name -}}
+{{- $files := include "argosy.secretFiles" ($root.Values.fleet.declaration.alerting | default dict) | splitList "\n" | compact | uniq | sortAlpha -}}
 serviceAccountName: {{ include "argosy.fullname" $root }}-controller
 {{- with $root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -106,6 +118,11 @@ containers:
     args: {{ toJson (index . 1) }}
     env:
       {{- include "argosy.environment" $root | trim | nindent 6 }}
+    {{- with $secret }}
+    envFrom:
+      - secretRef:
+          name: {{ . }}
+    {{- end }}
     resources:
       {{- toYaml $root.Values.controller.resources | nindent 6 }}
     securityContext:
@@ -114,10 +131,18 @@ containers:
       - {name: fleet, mountPath: /etc/argosy, readOnly: true}
       - {name: state, mountPath: /state}
       - {name: tmp, mountPath: /tmp}
+      {{- range $file := $files }}
+      - {name: secrets, mountPath: {{ $file }}, subPath: {{ base $file }}, readOnly: true}
+      {{- end }}
 volumes:
   - name: fleet
     configMap:
       name: {{ include "argosy.fullname" $root }}-controller
+  {{- if $files }}
+  - name: secrets
+    secret:
+      secretName: {{ required "fleet.declaration.kubernetes.secret_name: alerting refers to files, so name the Secret that has them." $secret }}
+  {{- end }}
   - name: state
     emptyDir: {}
   - name: tmp

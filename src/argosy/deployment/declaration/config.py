@@ -113,8 +113,8 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ) = None
     """Container image of the rendered gateways and controllers."""
     secret_name: ObjectName | None = None
-    """Secret with the values to which the `environment` of pools refers: `{env: HF_TOKEN}` is its key `HF_TOKEN`, and
-    `{file: /run/secrets/hf-token}` its key `hf-token`."""
+    """Secret with the values to which the `environment` of pools and `alerting` refer: `{env: HF_TOKEN}` is its key
+    `HF_TOKEN`, and `{file: /run/secrets/hf-token}` its key `hf-token`."""
     service_account: ObjectName | None = None
     """Service account of the replicas' pods. They get no token of it."""
     image_pull_secrets: tuple[ObjectName, ...] = ()
