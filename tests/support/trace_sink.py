@@ -32,6 +32,8 @@ class TraceSink:
     headers: list[dict[str, str]] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
     """Statuses of the next answers, which stand for their counterparts of gRPC. Then 200."""
+    hold_s: float = 0.0
+    """Time for which answers are held back."""
     starts: int = 0
 
     def receive(self, headers: Mapping[str, str], body: bytes) -> int:
@@ -66,7 +68,9 @@ def trace_sink() -> Iterator[TraceSink]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(sink.receive(dict(self.headers), body))
+            status = sink.receive(dict(self.headers), body)
+            threading.Event().wait(sink.hold_s)
+            self.send_response(status)
             self.send_header("content-length", "0")
             self.end_headers()
 

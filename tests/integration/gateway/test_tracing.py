@@ -170,6 +170,18 @@ async def test_receiver_that_refuses_or_is_away_delays_nothing(
         assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
 
 
+async def test_batch_whose_answer_is_awaited_at_the_end_is_sent_once(tokenizer: Tokenizer) -> None:
+    with trace_sink() as sink:
+        tracing = TracingConfig(endpoint=sink.url, sample_ratio=1)
+        async with run_traced(tokenizer, tracing) as client:
+            await until(lambda: sink.starts)
+            sink.hold_s = 0.5
+            assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+            await until(lambda: sink.spans)
+    ids = [span.span_id for span in sink.spans]
+    assert len(ids) == len(set(ids))
+
+
 INVALID: list[tuple[dict[str, str], str | None, str]] = [
     ({}, None, "OTEL_EXPORTER_OTLP_ENDPOINT"),
     ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http://b", "http/protobuf"),

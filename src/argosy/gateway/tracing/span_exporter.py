@@ -103,6 +103,10 @@ class SpanExporter:
         self._is_full = asyncio.Event()
         """Set when a batch is complete before its time."""
         self._was_reachable: bool | None = None
+        self._in_flight: tuple[asyncio.Future[ReceiverAnswer], list[tuple[bytes, int]]] | None = (
+            None
+        )
+        """Batch that a thread sends, and its answer. Sent again by `close`, it would arrive twice."""
 
     def add(self, context: RequestContext) -> None:
         """Queue the spans of an ended request, if its trace is kept."""
@@ -145,20 +149,28 @@ class SpanExporter:
                 batch = self._take_batch()
                 try:
                     await self._send(batch)
-                except asyncio.CancelledError:  # `close` sends it
-                    self._queue.extendleft(reversed(batch))
-                    self._queued_bytes += _count_bytes(batch)
+                except asyncio.CancelledError:  # `close` sends it, or waits for its answer
+                    if self._in_flight is None:
+                        self._put_back(batch)
                     raise
 
     async def close(self) -> None:
         """Send what is queued, for at most `FLUSH_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                if self._in_flight is not None:
+                    post, batch = self._in_flight
+                    if (await asyncio.shield(post)).outcome != "taken":
+                        self._put_back(batch)
                 while self._queue:
                     await self._send(self._take_batch(), retries=False)
         except TimeoutError:
             self._metrics.spans_dropped.add(("stopped",), sum(count for _, count in self._queue))
         self._receiver.close()
+
+    def _put_back(self, batch: list[tuple[bytes, int]]) -> None:
+        self._queue.extendleft(reversed(batch))
+        self._queued_bytes += _count_bytes(batch)
 
     def _take_batch(self) -> list[tuple[bytes, int]]:
         batch = [self._queue.popleft()]
@@ -173,7 +185,10 @@ class SpanExporter:
         """Send a batch, again while the receiver is away, and in halves if it is too large for the receiver."""
         delay_s = 1.0
         while True:
-            answer = await run_in_daemon_thread(self._post, batch)
+            post = asyncio.ensure_future(run_in_daemon_thread(self._post, batch))
+            self._in_flight = post, batch
+            answer = await asyncio.shield(post)
+            self._in_flight = None
             self._report_reachable(answer.problem)
             if answer.outcome == "taken":
                 self._metrics.trace_exports.add(("success",))
