@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,15 +16,35 @@ import pytest
 from tests.support.certificates import Authority
 from tests.support.gateway_client import run_gateway_server
 from tests.support.migrated_store import open_migrated_store
-from tests.support.organisations import AdminGateway, run_admin_gateway
+from tests.support.organisations import OBJECTIVES, AdminGateway, run_admin_gateway
 from tests.support.pages import DOCS, ROOT
+from tests.support.stored_rollout import StoredRollout
+from tests.support.usage_rows import usage_row
 from typer.testing import CliRunner
 
-from argosy.alerting import AlertState, MachineAlerts, ReceiverState
+from argosy.alerting import (
+    AlertState,
+    IncidentRecords,
+    MachineAlerts,
+    ReceiverState,
+    TrafficStatus,
+)
 from argosy.cli.app import app
-from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.policy.alerting import Alert, AlertCondition
-from argosy.store import FleetDocument, GatewayRecord, Store, StoreError
+from argosy.deployment import (
+    GATEWAY_POOL,
+    REPLICA_PREFIX,
+    FleetControl,
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    ReplicaRecord,
+)
+from argosy.policy.alerting import RECEIVER_FAILING, Alert, AlertCondition
+from argosy.policy.detection import StreamStatus
+from argosy.policy.objectives import HOUR_S, SLOT_S, HourCounts
+from argosy.policy.reconciliation import ReplicaPhase
+from argosy.policy.rollout import CommandKind, VersionStatus
+from argosy.store import FleetDocument, GatewayRecord, ObjectiveHour, Store, StoreError
 
 START = 1_790_000_000.0
 
@@ -119,16 +141,15 @@ async def test_gateway_that_only_its_machine_reaches_is_replaced_by_the_next(
 SECTIONS = re.findall(r"^## (\w+)$", (DOCS / "how-to/runbooks.md").read_text(), re.MULTILINE)
 
 
-def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "src/argosy").rglob("*.py"))
-    named = set(re.findall(r'AlertCondition\(\s*name="(\w+)"', sources))
-    assert named <= set(SECTIONS)
-    unused = [
+def test_each_alert_has_a_runbook_and_each_runbook_an_alert_and_a_test() -> None:
+    named = {
         name
-        for name in SECTIONS
-        if f'"{name}"' not in sources and f'"{name.lower()}"' not in sources
-    ]
-    assert unused == []
+        for path in (ROOT / "src/argosy").rglob("*.py")
+        if "AlertCondition(" in (text := path.read_text())
+        for name in re.findall(r'"((?:[A-Z][a-z]+){2,})"', text)
+    }
+    assert {*named, RECEIVER_FAILING, "ReceivedAlert"} == set(SECTIONS)
+    assert {*SHOWN, "NoReplica", "ReplicaNotHealed", "DiskNearlyFull"} == set(SECTIONS)
 
 
 def first_command(name: str) -> list[str]:
@@ -139,24 +160,65 @@ def first_command(name: str) -> list[str]:
     return found[1].split()
 
 
-PLANTED = {
-    "ReceiverFailing": "connection refused by the receiver",
-    "CertificateExpires": "/tls/gateway.pem",
+SHOWN = {
     "AlertSourceFailing": "has reported nothing",
+    "BackupFailing": "no space left at the target",
+    "BackupNotVerified": "never restored",
+    "BudgetBurnsFast": r"answers .* 50 of 100",
+    "BudgetBurnsSlowly": r"answers .* 50 of 100",
+    "BudgetUsed": r"search .* 1,300 .* 130%",
+    "CertificateExpires": "/tls/gateway.pem",
+    "GatewayDown": r"gateway-1-0 .* failed .* exit code 137",
+    "GatewaySilent": "http://10.0.0.1:8000",
+    "ObjectiveOutage": r"answers .* 50 of 100",
+    "ReceivedAlert": "Xid 79 of gpu 3",
+    "ReceiverFailing": "connection refused by the receiver",
+    "ReplicaDeviates": "40.0% of the requests failed",
+    "RolloutWaits": "(?i)the rollout of chat .*paused",
+    "StoreUnreachable": "cannot be (opened|used|reached)|not a database|unable to open",
+    "TrafficDrift": r"had a long prompt .* 41\.0%",
+    # These two are planted when all others were shown.
+    "ObjectivesUnknown": "g-silent|has not reported",
+    "RolloutRolledBack": "exit code 1 at its start",
 }
+"""Pattern of the planted fault in the output of the first command of each runbook."""
 
 
-@pytest.mark.parametrize("name", PLANTED)
-async def test_first_command_of_a_runbook_shows_the_fault_of_the_alert(
-    tmp_path: Path, name: str
-) -> None:
+async def test_first_command_of_each_runbook_shows_the_fault_of_its_alert(tmp_path: Path) -> None:
     async with run_admin_gateway(tmp_path) as gateway:
-        save_state(gateway, name)
+        world = plant_faults(gateway, time.time())
         key = gateway.root_headers["authorization"].removeprefix("Bearer ")
-        url = str(gateway.client.base_url)
-        output = await run_command(url, first_command(name), "--api-key", key)
-        assert name in output
-        assert PLANTED[name] in output
+        remote = ("--url", str(gateway.client.base_url), "--api-key", key)
+        broken = tmp_path / "broken.db"
+        broken.write_text("no database" * 999)
+        not_shown = {}
+        for name, expected in SHOWN.items():
+            words = first_command(name)
+            if name == "RolloutRolledBack":
+                command_rollout(world, CommandKind.RESUME)
+                world.candidate = VersionStatus(existing=1, failure="exit code 1 at its start")
+                world.decide_once()
+                world.decide_once()
+            if name == "ObjectivesUnknown":
+                write_counts(gateway, "", (1, 0))
+            options = ("--store", gateway.store_url) if words[1] == "usage" else remote
+            if name == "StoreUnreachable":
+                options = ("--fleet", "demo", "--store", f"sqlite:///{broken}")
+            output = await run_command(words, options, may_fail=name == "StoreUnreachable")
+            if not re.search(expected, output):
+                not_shown[name] = output
+        assert not not_shown, "\n".join(not_shown.values())
+
+
+def test_first_command_of_the_runbook_of_a_full_disk_shows_the_space(tmp_path: Path) -> None:
+    folder = tmp_path / ".local/state/argosy"
+    folder.mkdir(parents=True)
+    command = " ".join(first_command("DiskNearlyFull"))
+    environment = os.environ | {"HOME": str(tmp_path), "LC_ALL": "C"}
+    result = subprocess.run(  # noqa: S602 - a command of the documentation
+        command, shell=True, check=True, capture_output=True, text=True, env=environment
+    )
+    assert re.search(r"Avail Use%.*\n.* \d+% /", result.stdout)
 
 
 @pytest.mark.parametrize("name", ["NoReplica", "ReplicaNotHealed"])
@@ -166,31 +228,95 @@ async def test_first_command_of_a_runbook_shows_the_lost_replica(name: str) -> N
     async with run_gateway_server(config) as (_, client):
         async with asyncio.timeout(30):  # it is starting until several probes have failed
             while True:
-                output = await run_command(str(client.base_url), first_command(name))
+                output = await run_command(first_command(name), ("--url", str(client.base_url)))
                 if re.search(r"│ lost +│ (unreachable|ejected) ", output):
                     break
 
 
-def save_state(gateway: AdminGateway, name: str) -> None:
-    """Store an alert as the controller does."""
-    now = time.time()
-    alert = Alert(
-        labels={"alertname": name, "severity": "ticket"},
-        summary="Something is wrong",
-        description=f"It is this: {PLANTED[name]}.",
-        runbook=name.lower(),
-        started_at=now,
+def command_rollout(world: StoredRollout, kind: CommandKind) -> None:
+    current = world.report.rollouts.current
+    assert current is not None
+    FleetControl("demo", world.store).command_rollout(
+        "chat", kind, rollout=current.id, reason="", force=False, actor="test"
     )
-    receivers = {"pager": ReceiverState(failing_since=now, error=PLANTED["ReceiverFailing"])}
-    state = AlertState(alerts={alert.fingerprint: alert}, receivers=receivers, evaluated_at=now)
-    document = FleetDocument(1, msgspec.json.encode(state))
-    assert gateway.store.fleets.replace_document("demo", "alerting/state", document, after=0)
+    world.decide_once()
 
 
-async def run_command(url: str, words: list[str], *options: str) -> str:
+def plant_faults(gateway: AdminGateway, now: float) -> StoredRollout:
+    """Write to the store what controllers, gateways and people leave there of each fault."""
+    store, fleets = gateway.store, gateway.store.fleets
+    alerts = [
+        Alert(
+            labels={"alertname": name, "severity": "ticket"},
+            summary="Something is wrong",
+            description=f"It is this: {SHOWN[name]}.",
+            runbook=name.lower(),
+            started_at=now,
+        )
+        for name in SHOWN
+        if first_command(name)[1] == "alerts"
+    ]
+    receivers = {"pager": ReceiverState(failing_since=now, error=SHOWN["ReceiverFailing"])}
+    state = AlertState(
+        alerts={each.fingerprint: each for each in alerts}, receivers=receivers, evaluated_at=now
+    )
+    drifted = StreamStatus(
+        model="big",
+        tenant="",
+        event="long_prompt",
+        description="had a long prompt",
+        share=0.41,
+        low=0.35,
+        high=0.47,
+        expected=0.1,
+        requests=900,
+    )
+    documents = {"alerting/state": state, "traffic/status": TrafficStatus(streams=[drifted])}
+    for name, content in documents.items():
+        document = FleetDocument(1, msgspec.json.encode(content))
+        assert fleets.replace_document("demo", name, document, after=0)
+    IncidentRecords(fleets, "demo").open("Xid 79 of gpu 3", {}, "alertmanager", now)
+
+    world = StoredRollout(fleets)
+    command_rollout(world, CommandKind.PAUSE)
+    down = ReplicaRecord(
+        name="gateway-1-0",
+        pool=GATEWAY_POOL,
+        generation=1,
+        ordinal=0,
+        launcher="local",
+        phase=ReplicaPhase.FAILED,
+        reason="exit code 137",
+    )
+    fleets.save_records(world.lease, {REPLICA_PREFIX + down.name: msgspec.json.encode(down)})
+
+    project = store.accounts.create_project(
+        gateway.create_organisation("acme"), "search", actor="test"
+    )
+    store.limits_and_prices.set_limit(
+        "project", project.id, "tokens", 1000, window="month", actor="test"
+    )
+    row = usage_row("r1", project=project.id, input_tokens=1000, output_tokens=300, ended_at=now)
+    store.ledger.add_records([row])
+
+    (objective,) = OBJECTIVES.build_objectives()
+    write_counts(gateway, objective.id, (100, 50))
+    return world
+
+
+def write_counts(gateway: AdminGateway, objective: str, counts: tuple[int, int]) -> None:
+    """Write requests and misses of an objective, or a report that is the last of its gateway, two minutes ago."""
+    at = int(time.time()) - 120
+    hour = at // HOUR_S * HOUR_S
+    slots = HourCounts(((at - hour) // SLOT_S,), counts[:1], counts[1:])
+    row = ObjectiveHour(hour=hour, objective=objective, gateway="g-silent", counts=slots)
+    gateway.store.objective_hours.write("demo", [row])
+
+
+async def run_command(words: list[str], options: Sequence[str], *, may_fail: bool = False) -> str:
     assert words[0] == "argosy"
-    arguments = [*words[1:], "--url", url, *options]
     environment = {"COLUMNS": "300"}
+    arguments = [*words[1:], *options]
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=environment)
-    assert result.exit_code == 0, result.output
+    assert may_fail or result.exit_code == 0, result.output
     return result.output

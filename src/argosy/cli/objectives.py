@@ -35,7 +35,7 @@ def list_objectives(
             row["target"],
             "unknown" if row["remaining"] is None else f"{row['remaining']:.0%}",
             f"{row['burn_rate']:.3g}x",
-            row["problem"] or row["explanation"],
+            row["explanation"] + (f" Not complete: {row['problem']}." if row["problem"] else ""),
         ),
         "No objective is declared. Add `objectives.slos` to the settings.",
         json=json,

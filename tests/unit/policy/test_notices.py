@@ -171,6 +171,9 @@ def test_silence_holds_back_new_notices_and_not_the_end_of_known_alerts() -> Non
         ),
         (alert("Burn", model="a"), alert("Burn", "ticket", model="a")),
         (alert("Fast", objective="o"), alert("Slow", "ticket", objective="o")),
+        (alert("ObjectiveOutage", objective="o"), alert("BudgetBurnsFast", objective="o")),
+        (alert("DiskNearlyFull", folder="/a"), alert("DiskNearlyFull", "ticket", folder="/a")),
+        (alert("StoreUnreachable"), alert("AlertSourceFailing", "ticket", source="BudgetAlerts")),
     ],
 )
 def test_explained_alert_is_notified_only_while_it_is_alone(
