@@ -100,6 +100,7 @@ NOT_RUN = {
         "argosy twin replay": "needs requests in the ledger, as tests/unit/twin/test_twin.py has",
         "argosy twin run benchmarks/scenarios/chaos.yaml --seeds 1000": "takes minutes",
         "argosy twin run scenario.yaml --set faults=[]": "takes minutes",
+        "argosy twin plan": "needs a fleet in the store, as tests/unit/twin/test_change_forecast.py has",
     },
 }
 """Reason why the commands and programs of a page that begin like this are not run."""

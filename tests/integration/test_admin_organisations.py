@@ -233,6 +233,8 @@ CASES: dict[str, EndpointCase] = {
     "plan_fleet_change": OperatorCase(
         body=lambda _: {"declaration": DECLARATION.decode()},
     ),
+    # Neither a declaration nor a variation, so that no process is started for each caller.
+    "forecast_fleet_change": OperatorCase(body=lambda _: {}, success_status=400),
     "apply_fleet_change": OperatorCase(
         body=alternate(
             {"declaration": DECLARATION.decode(), "after": 3},

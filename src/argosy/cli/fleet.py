@@ -111,6 +111,8 @@ def plan(
         check_launchers(target, config)
         fleet_plan = _plan(target, target.latest(), config, upgrades=True)
         _show_plan(fleet_plan, json=json)
+        if fleet_plan.changes and not json:
+            typer.echo("`argosy twin plan` simulates what requests notice of it.", err=True)
     if exit_code and fleet_plan.changes:
         raise typer.Exit(EXIT_CHANGES)
 

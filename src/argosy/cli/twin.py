@@ -19,18 +19,21 @@ from typer import Argument, Option
 
 from argosy.cli.account_lookup import StoreUrl, open_existing_store
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.output import JsonOutput, print_json
+from argosy.cli.fleet_target import FilesArgument, FilesOption, open_declared, parse_revision
+from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.usage import SinceOption, UntilOption
 from argosy.machine_resources import usable_cpus
 
 if TYPE_CHECKING:
     from argosy.bench import MetricName
-    from argosy.store import UsageFilter, UsageRecord
+    from argosy.deployment import ForecastFigure, ForecastRange, PoolForecast
+    from argosy.store import Store, UsageFilter, UsageRecord
     from argosy.twin import Scenario, TwinResult
 
 MAX_SEEDS = 1_000_000
 MAX_REPLAYED = 200_000
 """Requests of the ledger that are replayed, which bounds memory and time."""
+MAX_FORECAST_SEEDS = 20
 DAY_S = 86_400.0
 SHOWN_LATENCIES: tuple[MetricName, ...] = ("ttft", "tpot", "e2e")
 
@@ -151,18 +154,103 @@ def replay(
         _print_result(result)
 
 
+@app.command()
+def plan(
+    files: FilesArgument = None,
+    *,
+    overlays: FilesOption = None,
+    since: SinceOption = None,
+    scenario_file: Annotated[
+        Path | None,
+        Option(
+            "--scenario",
+            help="Scenario with the prices of the engine's steps, and statistics for models without requests.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    seeds: Annotated[int, Option(min=1, max=MAX_FORECAST_SEEDS, help="Number of seeds.")] = 3,
+    store: StoreUrl = None,
+    json: JsonOutput = False,
+) -> None:
+    """Show what a change of the declaration does to requests, before `apply` does it. Nothing is changed.
+
+    The pools at present and as declared serve the requests of the ledger (by default those of the last day), or
+    without any those of a scenario. Settings that the twin does not simulate are refused by name.
+    """
+    from argosy.store import UsageFilter
+    from argosy.twin import forecast_change, read_scenario
+
+    with open_declared(files, overlays, store) as (target, config):
+        latest = target.latest()
+        try:
+            where = UsageFilter(since=time.time() - DAY_S if since is None else since)
+            forecast = forecast_change(
+                None if latest is None else parse_revision(latest),
+                config,
+                _list_answers(target.store, where),
+                None if scenario_file is None else read_scenario([scenario_file]),
+                seeds,
+            )
+        except ValueError as error:
+            fail(str(error))
+    if json:
+        print_json(forecast)
+        return
+    for path in forecast.without_effect:
+        typer.echo(f"{path}: no request notices it")
+    for pool in forecast.pools:
+        _print_forecast(pool, forecast.seeds)
+    typer.echo(forecast.sentence)
+
+
+def _print_forecast(pool: PoolForecast, seeds: int) -> None:
+    typer.echo(
+        f"--- {pool.pool}: {pool.requests:,} requests in {pool.duration_s:,.0f} s, from "
+        f"{'the ledger' if pool.traffic == 'ledger' else 'the statistics of the scenario'}; {pool.calibration}"
+    )
+    print_records(
+        pool.figures,
+        ("figure", "present", "declared", f"range of {seeds} seeds"),
+        lambda row: (
+            row.name,
+            "-" if row.present is None else _show(row, row.present.mean),
+            _show(row, row.declared.mean),
+            _show_range(row, row.declared),
+        ),
+        "",
+        json=False,
+    )
+
+
+def _show(figure: ForecastFigure, value: float) -> str:
+    from argosy.twin import show_value
+
+    return show_value(figure, value)
+
+
+def _show_range(figure: ForecastFigure, found: ForecastRange) -> str:
+    return f"{_show(figure, found.low)} to {_show(figure, found.high)}"
+
+
 def _read_ledger(store: str | None, where: UsageFilter) -> list[UsageRecord]:
     """Return the requests of the ledger. Raises ValueError if there is none with tokens, or too many."""
-    records: list[UsageRecord] = []
     with open_existing_store(store) as opened:
-        for page in opened.ledger.iter_records(where):
-            records += [record for record in page if record.output_tokens]
-            if len(records) > MAX_REPLAYED:
-                raise ValueError(
-                    f"there are more than {MAX_REPLAYED:,} requests: choose a shorter time with --since and --until"
-                )
+        records = _list_answers(opened, where)
     if not records:
         raise ValueError("the ledger has no answers in this time: choose another one with --since")
+    return records
+
+
+def _list_answers(store: Store, where: UsageFilter) -> list[UsageRecord]:
+    """Return the requests with output. Raises ValueError if there are too many."""
+    records: list[UsageRecord] = []
+    for page in store.ledger.iter_records(where):
+        records += [record for record in page if record.output_tokens]
+        if len(records) > MAX_REPLAYED:
+            raise ValueError(
+                f"there are more than {MAX_REPLAYED:,} requests: choose a shorter time with --since"
+            )
     return records
 
 

@@ -34,6 +34,14 @@ from argosy.deployment.declaration.engines import (
     ArgosyOptions,
     EngineKind,
 )
+from argosy.deployment.declaration.forecast import (
+    MAX_SEQS_OPTIONS,
+    ChangeForecast,
+    ForecastFigure,
+    ForecastRange,
+    PoolForecast,
+    PoolVariation,
+)
 from argosy.deployment.declaration.loading import (
     check_files,
     load_fleet,

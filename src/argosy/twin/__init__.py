@@ -7,6 +7,7 @@ result has the measurements of a benchmark, and a hash of all that happened. The
 a replica on an accelerator, and `capacity` finds out how many of them a load needs.
 """
 
+from argosy.twin.change_forecast import forecast_change, show_value
 from argosy.twin.ledger_replay import convert_records
 from argosy.twin.linear_cost import LinearStepCost
 from argosy.twin.result import TwinResult

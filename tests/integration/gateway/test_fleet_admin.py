@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 from tests.support.organisations import AdminGateway
 from tests.support.stored_rollout import DECLARATION, NEW, OLD, POOL, StoredRollout
+from tests.support.usage_rows import usage_row
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
@@ -180,7 +182,7 @@ async def test_declaration_is_planned_and_applied_as_on_the_command_line(
     file.write_text(edited)
     command = ["plan", str(file), "--store", admin_gateway.store_url]
     printed = await asyncio.to_thread(CliRunner().invoke, app, command)
-    assert printed.output.splitlines() == plan["lines"]
+    assert printed.stdout.splitlines() == plan["lines"]
     assert plan["lines"][0] == "+ pools[chat].options.max_seqs: 4   (2 replicas rolled out)"
     assert "The pool chat gets a rollout by" in plan["lines"][2]
 
@@ -200,6 +202,46 @@ async def test_declaration_is_planned_and_applied_as_on_the_command_line(
         "count": 2,
         "reason": "more",
     }
+
+
+async def test_change_is_simulated_in_a_process_of_its_own(
+    admin_gateway: AdminGateway,
+    fleet: FleetClient,
+    stored: StoredRollout,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    del stored
+    monkeypatch.setattr("os.nice", lambda _: None)  # the machine of a test may be busy
+    admin_gateway.client.timeout = 120.0
+    now = time.time()
+    admin_gateway.store.ledger.add_records(
+        [
+            usage_row(
+                f"r{at}",
+                model="chat",
+                started_at=now - 600 + at,
+                ended_at=now - 590 + at,
+                input_tokens=200,
+                output_tokens=40,
+            )
+            for at in range(30)
+        ]
+    )
+    variation = {"pool": POOL, "replicas": 1, "max_seqs": 1, "routing": "round-robin"}
+    status, forecast = await fleet.post("/forecast", variation=variation, seeds=1)
+    assert status == 200, forecast
+    assert forecast["pools"][0]["traffic"] == "ledger"
+    assert "rises from" in forecast["sentence"]
+    changed = await fleet.get("/declaration")
+    declaration = changed["declaration"].replace("replicas: 2", "replicas: 2\n  spares: 1")
+    for body, problem in (
+        ({"declaration": declaration}, "the twin does not simulate pools[chat].spares"),
+        ({"declaration": "pools: ["}, "the declaration: while parsing"),
+        ({"variation": {"pool": "other"}}, "there is no pool 'other'"),
+        ({}, "Give either"),
+    ):
+        status, answer = await fleet.post("/forecast", **body)
+        assert (status, problem in answer["error"]["message"]) == (400, True), answer
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import msgspec
 from argosy.deployment.declaration.comparison import compare_fleets
 from argosy.deployment.declaration.config import FleetConfig, PoolConfig
 from argosy.deployment.declaration.documents import dump_fleet
+from argosy.deployment.declaration.forecast import PoolVariation
 from argosy.deployment.declaration.loading import parse_remote_change
 from argosy.deployment.declaration.remote_change import check_remote_change
 from argosy.deployment.records.revisions import (
@@ -103,6 +104,18 @@ class FleetControl:
         latest = self._require_latest()
         config = parse_remote_change(declaration, _DECLARATION, parse_declaration(latest))
         return plan_declaration(self.store, self.name, latest, config)
+
+    def prepare_forecast(self, declaration: str | None, variation: PoolVariation | None) -> str:
+        """Return the canonical text of a declaration, or of the one in force with a variation.
+
+        Raises:
+            NotFoundError: The fleet was never applied.
+            ValueError: It is invalid, or changes what only the command line may change.
+        """
+        old = parse_declaration(self._require_latest())
+        if variation is not None:
+            declaration = dump_fleet(variation.apply(old))
+        return dump_fleet(parse_remote_change(declaration or "", _DECLARATION, old))
 
     def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
         """Put a declaration in YAML or JSON in force, and return the number of the new revision.

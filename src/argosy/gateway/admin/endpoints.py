@@ -23,6 +23,7 @@ from argosy.gateway.principal import Principal
 from argosy.gateway.proxy import RoutingPreviewer
 from argosy.gateway.replica_logs import ReplicaLogs
 from argosy.gateway.series_queries import SeriesQueries
+from argosy.gateway.simulation_runner import SimulationRunner
 from argosy.policy.objectives import Objective
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import JSON_MEDIA_TYPE, TEXT_SCHEMA, ApiError, Operation
@@ -113,6 +114,8 @@ class AdminScope:
     """Logs of the fleet's replicas. None if the gateway belongs to no fleet."""
     alert_admin: AlertAdmin | None = None
     """Alerts. None in tests without a server."""
+    simulations: SimulationRunner = field(default_factory=SimulationRunner)
+    """Runs simulations."""
     check: ChangeCheck | None = None
     """Refuses changes of accounts that the caller may not make."""
 
@@ -325,7 +328,10 @@ class AdminEndpoint:
     Others use the store in worker threads.
     """
     is_long_poll: bool = False
-    """Whether the handler waits for events. It holds a slot of the limiter only while it reads."""
+    """Whether the handler waits for events or a process, and ends when the client disconnects.
+
+    It holds a slot of the limiter only while it reads.
+    """
     query_time_limit_s: float = QUERY_TIME_LIMIT_S
     """Longest time of each query of the store."""
     media_type: str = JSON_MEDIA_TYPE

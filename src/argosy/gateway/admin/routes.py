@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from argosy.gateway.admin import (
     reports,
     routing,
     settings,
+    simulations,
     tenants,
 )
 from argosy.gateway.admin.answer_encoding import send_answer
@@ -50,6 +52,8 @@ from argosy.store import (
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+DISCONNECT_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,7 @@ def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
         *reports.endpoints,
         *costs.endpoints,
         *settings.endpoints,
+        *simulations.endpoints,
         *built,
     ]
     return endpoints
@@ -193,7 +198,7 @@ class _EndpointCaller:
             DisconnectedError: The client disconnected while it waited.
         """
         if endpoint.is_long_poll:
-            return await self._run_endpoint(endpoint, request)
+            return await self._wait_for_endpoint(exchange, endpoint, request)
         is_change = not endpoint.is_safe
         async with self._limiter.slot(request.principal, is_change=is_change):
             if exchange.is_disconnected:
@@ -204,6 +209,19 @@ class _EndpointCaller:
                 apply_registries()
                 self._on_accounts_changed()
         return response
+
+    async def _wait_for_endpoint(
+        self, exchange: HttpExchange, endpoint: AdminEndpoint, request: AdminRequest
+    ) -> Any:  # noqa: ANN401 - the endpoint's response type
+        """Run an endpoint that may take long, until the client disconnects."""
+        task = asyncio.ensure_future(self._run_endpoint(endpoint, request))
+        try:
+            while not (await asyncio.wait({task}, timeout=DISCONNECT_POLL_S))[0]:
+                if exchange.is_disconnected:
+                    raise DisconnectedError
+            return task.result()
+        finally:
+            task.cancel()
 
     def _refresh_accounts(self) -> Callable[[], object]:
         """Apply account changes to the authenticator before they are answered, so that a new key works at once.

@@ -2,6 +2,7 @@
 import { html, useState } from "../vendor.js";
 import { post } from "../core/api.js";
 import { visible } from "../core/format.js";
+import { Forecast } from "./forecast.js";
 import { Card, Field, notify } from "./parts.js";
 
 const KINDS = { "+": "add", "-": "del", "~": "mod" };
@@ -51,6 +52,7 @@ export function DeclarationEditor({ start, close, reload }) {
     ${plan ? html`<form onSubmit=${apply}><h3>Plan</h3>
       ${plan.revision === start.revision ? null : html`<p class="note">Revision ${plan.revision} was applied since you began with revision ${start.revision}. The plan is compared with the newer one, whose changes it may undo.</p>`}
       <${Plan} lines=${plan.lines} />
+      ${plan.changes.length ? html`<${Forecast} body=${{ declaration: text }} />` : null}
       ${plan.changes.length ? html`<div class="row"><${Field} label="Why, for the history"><input value=${reason} required onInput=${({ target }) => setReason(target.value)} /><//>
         <button class="btn primary" disabled=${isBusy}>Apply</button></div>` : null}</form>` : null}<//>`;
 }

@@ -6,6 +6,7 @@ import { link } from "../core/router.js";
 import { DeclarationEditor } from "./declaration-editor.js";
 import { FormDialog } from "./form-dialog.js";
 import { FleetHistory } from "./fleet-history.js";
+import { WhatIf } from "./forecast.js";
 import { Action, Card, Pill, Resource, notify } from "./parts.js";
 import { ReplicaTable } from "./replica-table.js";
 import { RolloutCard, RolloutState } from "./rollout-card.js";
@@ -60,6 +61,7 @@ function describeOthers({ pool, serving, starting, existing, here }) {
 
 function Pools({ pools, isReadOnly, reload }) {
   const [scaled, setScaled] = useState(null);
+  const [asked, setAsked] = useState(null);
   const scale = async (pool, replicas, reason) => {
     await post("admin/fleet/scale", { pool, replicas, ...(reason ? { reason } : {}) });
     notify(replicas === null ? `The autoscaler decides about ${pool} again.` : `${pool} shall have ${plural(replicas, "replica")}.`);
@@ -79,10 +81,12 @@ function Pools({ pools, isReadOnly, reload }) {
     { key: "requests", label: "Requests here", isNumber: true, value: (row) => sum(row.here.map((each) => each.active_requests)) },
     { key: "routing", label: "Routing", value: (row) => row.here[0]?.routing ?? "" },
     { key: "resume", label: "Streams resume", value: (row) => !row.here.some((each) => each.is_mixed), cell: (row) => (row.here.some((each) => each.is_mixed) ? html`<${Pill} kind="warn">not on all replicas<//>` : html`<${Pill} kind="ok">on all replicas<//>`) },
-    { key: "actions", label: "", value: () => "", cell: (row) => (row.pool && !isReadOnly && may("operator", "gateway") ? html`<button class="btn" onClick=${() => setScaled(row)}>Scale</button>
-      ${row.autoscaling === "on" && row.declared !== null ? html`<${Action} run=${() => scale(row.pool, null)}>Automatic<//>` : null}` : null) },
+    { key: "actions", label: "", value: () => "", cell: (row) => (row.pool && may("operator", "gateway") ? html`${isReadOnly ? null : html`<button class="btn" onClick=${() => setScaled(row)}>Scale</button>`}
+      ${!isReadOnly && row.autoscaling === "on" && row.declared !== null ? html`<${Action} run=${() => scale(row.pool, null)}>Automatic<//>` : null}
+      <button class="btn" onClick=${() => setAsked(row)}>What if</button>` : null) },
   ];
   return html`<${Table} label="Pools" columns=${columns} rows=${pools} rowKey=${(row) => `${row.pool}\n${row.model}\n${row.here[0]?.version}`} height=${240} csv="pools.csv" />
+    ${asked ? html`<${WhatIf} key=${asked.pool} pool=${asked} close=${() => setAsked(null)} />` : null}
     ${scaled ? html`<${FormDialog} title=${`Scale ${visible(scaled.pool)}`} submit="Scale" close=${() => setScaled(null)} save=${({ replicas, reason }) => scale(scaled.pool, replicas, reason)}
       fields=${[{ name: "replicas", label: "Replicas that serve", kind: "number", value: scaled.declared ?? scaled.decision?.target ?? scaled.desired - scaled.spares, isRequired: true, parse: Number,
         hint: scaled.autoscaling === "on" ? `${range(scaled)} allowed. It pauses the autoscaler until Automatic.` : "The next apply of the file puts its own number in force." }, { name: "reason", label: "Why, for the history" }]} />` : null}`;

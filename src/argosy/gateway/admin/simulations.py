@@ -1,0 +1,62 @@
+"""Endpoint that simulates what a change of the fleet does to requests.
+
+Each run is a process of its own with bounds (`SimulationRunner`), and ends when its caller disconnects.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from argosy.deployment import ChangeForecast, PoolVariation
+from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
+from argosy.gateway.admin.fleet import Declaration
+from argosy.process import run_in_daemon_thread
+from argosy.protocol import ApiError
+from argosy.store import default_store_url
+
+endpoints = AdminEndpoints()
+
+
+class ForecastRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A change: a whole declaration, or other settings of one pool."""
+
+    declaration: Declaration | None = None
+    variation: PoolVariation | None = None
+    since_s: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 86_400
+    """How long ago the requests that are replayed begin."""
+    seeds: Annotated[int, Meta(ge=1, le=5)] = 3
+
+
+@endpoints.register(
+    "POST",
+    "/admin/fleet/forecast",
+    "operator",
+    "gateway",
+    body_type=ForecastRequest,
+    is_nonblocking=True,
+    is_long_poll=True,
+    changes_nothing=True,
+)
+async def forecast_fleet_change(scope: AdminScope, request: AdminRequest) -> ChangeForecast:
+    """Simulate what a change does to the requests of the ledger. Nothing is changed."""
+    body, fleet = request.body, scope.declared_fleet
+    if (body.declaration is None) == (body.variation is None):
+        raise ApiError(400, "invalid_value", "Give either `declaration` or `variation`.")
+    prepare = partial(fleet.prepare_forecast, body.declaration, body.variation)
+    async with scope.limiter.slot(request.principal):
+        declaration = await run_in_daemon_thread(prepare)
+    store = scope.config.store
+    answer = await scope.simulations.run(
+        (
+            *("argosy.cli", "twin", "plan", "/dev/stdin", "--json"),
+            *("--since", f"{body.since_s}s", "--seeds", str(body.seeds)),
+        ),
+        declaration.encode(),
+        request.actor,
+        (None if store is None else store.url) or default_store_url(),
+    )
+    return msgspec.json.decode(answer, type=ChangeForecast)
