@@ -44,6 +44,12 @@ class Rates:
         input_rate = max(self.input, self.cached_input)
         return usage.prompt_tokens * input_rate + usage.output_tokens * self.output
 
+    def scale(self, percent: int) -> Rates:
+        """Return a percentage of these rates, each rounded up."""
+        return Rates(
+            *(-(-rate * percent // 100) for rate in (self.input, self.cached_input, self.output))
+        )
+
 
 NO_CHARGE = Rates(0, 0, 0)
 

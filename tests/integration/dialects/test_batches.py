@@ -12,6 +12,7 @@ import anthropic
 import openai
 import pytest
 from tests.integration.dialects.conftest import MODEL, DialectFleet
+from tests.support.javascript_sdk import run_javascript
 
 from argosy.store import ItemOwner, Price
 
@@ -29,8 +30,13 @@ def line(custom_id: str, url: str = CHAT, **body: Any) -> str:  # noqa: ANN401 -
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": fields})
 
 
-async def create(fleet: DialectFleet, *lines: str, **options: Any) -> openai.types.Batch:  # noqa: ANN401 - of the SDK
-    client = fleet.openai()
+async def create(
+    fleet: DialectFleet,
+    *lines: str,
+    key: str = "",
+    **options: Any,  # noqa: ANN401 - of the SDK
+) -> openai.types.Batch:
+    client = fleet.openai(key)
     content = "\n".join(lines).encode()
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
@@ -38,17 +44,21 @@ async def create(fleet: DialectFleet, *lines: str, **options: Any) -> openai.typ
     )
 
 
-async def wait_ended(fleet: DialectFleet, batch: openai.types.Batch) -> openai.types.Batch:
+async def wait_ended(
+    fleet: DialectFleet, batch: openai.types.Batch, key: str = ""
+) -> openai.types.Batch:
     async with asyncio.timeout(60):
         while batch.status in {"validating", "in_progress", "finalizing", "cancelling"}:
             await asyncio.sleep(0.1)
-            batch = await fleet.openai().batches.retrieve(batch.id)
+            batch = await fleet.openai(key).batches.retrieve(batch.id)
     return batch
 
 
-async def read_lines(fleet: DialectFleet, file_id: str | None) -> list[dict[str, Any]]:
+async def read_lines(
+    fleet: DialectFleet, file_id: str | None, key: str = ""
+) -> list[dict[str, Any]]:
     assert file_id is not None
-    content = await fleet.openai().files.content(file_id)
+    content = await fleet.openai(key).files.content(file_id)
     return [json.loads(text) for text in content.text.splitlines()]
 
 
@@ -89,6 +99,32 @@ async def test_openai_batch_is_answered_in_order_at_half_the_price(fleet: Dialec
     assert late.value.code == "batch_not_cancellable"
     text = (await fleet.client.get("/metrics", headers={"api-key": fleet.key})).text
     assert 'argosy_gateway_time_to_first_token_seconds_count{model="big"}' not in text
+
+
+async def test_budget_ends_one_line_which_is_billed_and_others_wait(
+    fleet: DialectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.batches.dispatcher.BUDGET_BACKOFF_S", 0.1)
+    accounts, budget = fleet.accounts, 8
+    project = accounts.project("poor")
+    accounts.price(per_output_token=2)  # one nano-dollar for a line
+    accounts.limit(project, "nano_dollars", budget, "day")
+    key = accounts.key(project)
+    await fleet.wait_for_key(key)
+    fleet.output = "word " * 40
+    batch = await create(fleet, line("a"), line("b"), key=key)
+    (row,) = await fleet.take_rows(1)
+    assert (row.status, row.nano_dollars) == ("stopped", row.output_tokens)
+    assert budget <= row.output_tokens < 40
+    assert (await fleet.openai(key).batches.retrieve(batch.id)).status == "in_progress"
+    accounts.limit(project, "nano_dollars", 1_000_000, "day")
+    ended = await wait_ended(fleet, batch, key)
+    choices = [
+        each["response"]["body"]["choices"][0]
+        for each in await read_lines(fleet, ended.output_file_id, key)
+    ]
+    assert sorted(each["stop_reason"] or "" for each in choices) == ["", "budget"]
+    assert len(fleet.requests) == len(await fleet.take_rows(2)) == 2
 
 
 async def test_invalid_file_fails_with_all_errors_and_runs_nothing(fleet: DialectFleet) -> None:
@@ -216,6 +252,27 @@ async def test_anthropic_batch_has_its_results_in_order(fleet: DialectFleet) -> 
         await batches.retrieve(batch.id)
     with pytest.raises(anthropic.BadRequestError):
         await batches.create(requests=[*requests[:1], *requests[:1]])
+
+
+async def test_javascript_sdks_use_batches(fleet: DialectFleet) -> None:
+    found = await run_javascript("batches.mjs", fleet.url, fleet.key, MODEL)
+    theirs = found["openai"]
+    assert theirs["answered"]["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert [each["custom_id"] for each in theirs["output"]] == ["q0", "q1", "q2"]
+    assert (theirs["cancelled"]["status"], theirs["ended"]["status"]) == ("cancelling", "cancelled")
+    assert theirs["listed"][:2] == [theirs["ended"]["id"], theirs["answered"]["id"]]
+    other = found["anthropic"]
+    assert other["succeeded"]["request_counts"]["succeeded"] == 3
+    assert [each["result"]["message"]["content"][0]["text"] for each in other["results"]] == [
+        "Hello!"
+    ] * 3
+    counts = other["ended"]["request_counts"]
+    assert (other["canceling"]["processing_status"], counts["processing"]) == ("canceling", 0)
+    assert counts["canceled"] == sum(
+        each["result"]["type"] == "canceled" for each in other["endedResults"]
+    )
+    assert 0 < counts["canceled"] <= len(other["endedResults"]) == 300
+    assert other["deleted"]["type"] == "message_batch_deleted"
 
 
 async def test_command_creates_awaits_and_lists_batches(

@@ -351,17 +351,12 @@ class BatchDispatcher:
         body: bytes,
     ) -> None:
         """Keep the result of a line, or let it run again later if the line is not to blame."""
-        record, backoff = line.record, self._backoffs[batch.id]
-        is_out_of_budget = error_code == "insufficient_quota" or (
-            status == HTTPStatus.OK and record is not None and record.status == "stopped"
-        )
-        is_failure = status == 0 or status in _RETRIED_STATUSES or status >= 500 or is_out_of_budget
-        is_last = (
-            line.has_reached_replica and claimed.attempts >= MAX_ATTEMPTS and not is_out_of_budget
-        )
+        backoff, is_out_of_budget = self._backoffs[batch.id], error_code == "insufficient_quota"
+        is_failure = status == 0 or status in _RETRIED_STATUSES or status >= 500
+        is_last = line.has_reached_replica and claimed.attempts >= MAX_ATTEMPTS
         if not is_failure or (is_last and status):
             backoff.delay_s = 0.0 if status == HTTPStatus.OK else backoff.delay_s
-            self._results.append(LineResult(claimed, status, body, record))
+            self._results.append(LineResult(claimed, status, body, line.record))
             self._metrics.batch_lines.add(("completed" if status < 300 else "failed",))
             return
         self._metrics.batch_lines.add(("retried",))
@@ -369,7 +364,7 @@ class BatchDispatcher:
             delay_s = min(MAX_BACKOFF_S, max(1.0, 2 * backoff.delay_s))
             backoff.delay_s = BUDGET_BACKOFF_S if is_out_of_budget else delay_s
             backoff.until = time.monotonic() + backoff.delay_s
-        is_attempt = line.has_reached_replica and bool(status) and not is_out_of_budget
+        is_attempt = line.has_reached_replica and bool(status)
         self._releases.append((claimed, is_attempt))
 
     async def _commit_forever(self) -> None:

@@ -30,6 +30,7 @@ from argosy.gateway.request_context import RequestContext
 from argosy.gateway.request_fields import DEFAULT_OUTPUT_TOKENS
 from argosy.http_server import DisconnectedError
 from argosy.policy import (
+    BATCH_PERCENT,
     OutputLengthEstimator,
     QuotaLimit,
     QuotaMeter,
@@ -218,6 +219,8 @@ class LimitFilter:
         wall_time = now - steady_clock.offset_s
         rates = self._prices.rates_at(model, TIERS[principal.tier], wall_time)
         context.rates = rates
+        if is_line:
+            rates = rates.scale(BATCH_PERCENT)
         prompt_tokens = fields.estimated_prompt_tokens
         expected_tokens = self._output_lengths.estimate(
             limit_set.caller_key, fields.max_output_tokens, DEFAULT_OUTPUT_TOKENS
