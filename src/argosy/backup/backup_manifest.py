@@ -27,10 +27,14 @@ class BackupError(ValueError):
     """A backup cannot be made or used. The message says what to change."""
 
 
+PartKind = Literal["store", "secrets", "series", "files", "file"]
+"""Kinds of parts. `files` is the list of the contents of clients' files, and each `file` is in that list only."""
+
+
 class BackupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a backup, stored by its content."""
 
-    kind: Literal["store", "secrets", "series"]
+    kind: PartKind
     name: str
     """Name of the file, or what it is."""
     sha256: str
@@ -64,14 +68,23 @@ class BackupManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Requests in the ledger."""
     nano_dollars: int
     """Their cost."""
+    files: int = 0
+    """Files of clients, with parts of uploads."""
+    file_bytes: int = 0
+    """Size of their contents, each counted once."""
     parts: list[BackupPart]
     models: list[ModelVersion]
     """Versions in the machine's model store. Their files are not in the backup."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of all parts."""
-        return sum(part.size_bytes for part in self.parts)
+        """Size of all parts, with contents of files."""
+        return sum(part.size_bytes for part in self.parts) + self.file_bytes
+
+    @property
+    def file_list(self) -> BackupPart | None:
+        """The list of contents of files; None in a backup without any."""
+        return next((part for part in self.parts if part.kind == "files"), None)
 
     def encode(self) -> tuple[str, bytes]:
         """Return the id of the backup, which has a part of the manifest's SHA-256, and the manifest as JSON."""

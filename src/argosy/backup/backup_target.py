@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from argosy.backup.backup_manifest import (
     BACKUP_ID,
@@ -19,6 +21,7 @@ from argosy.backup.backup_manifest import (
     decode_manifest,
     manifest_path,
 )
+from argosy.blob_store import BlobStoreError
 from argosy.model_store import find_file_system
 
 CHUNK_BYTES = 1 << 20
@@ -46,7 +49,7 @@ class BackupTarget:
     def _explain_errors(self) -> Iterator[None]:
         try:
             yield
-        except BackupError:
+        except (BackupError, BlobStoreError):
             raise
         except Exception as error:  # each file system has its own
             reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -87,10 +90,10 @@ class BackupTarget:
                 backup_id, self._files.cat_file(f"{self._root}/{manifest_path(backup_id)}")
             )
 
-    def write_manifest(self, manifest: BackupManifest) -> str:
-        """Write the manifest of a backup whose parts are complete. Returns the id of the backup."""
-        missing = {part.sha256 for part in manifest.parts} - self._list_content().keys()
-        if missing:
+    def write_manifest(self, manifest: BackupManifest, contents: Collection[str]) -> str:
+        """Write the manifest of a backup whose parts and contents of files are complete. Returns the backup's id."""
+        used = {part.sha256 for part in manifest.parts}.union(contents)
+        if used - self._list_content().keys():
             raise BackupError(
                 "Another process deleted parts of the backup while it was made. Make it again."
             )
@@ -110,6 +113,45 @@ class BackupTarget:
                     while chunk := source.read(CHUNK_BYTES):
                         file.write(chunk)
         return sha256, size_bytes
+
+    def put_file(self, part: BackupPart, blocks: Iterable[bytes]) -> None:
+        """Write the content of a client's file, which must be what the part says."""
+        digest, path = hashlib.sha256(), content_path(part.sha256)
+        with self._explain_errors(), self._open_to_write(path) as file:
+            for block in blocks:
+                digest.update(block)
+                file.write(block)
+        if digest.hexdigest() != part.sha256:
+            with self._explain_errors():
+                self._files.rm_file(f"{self._root}/{path}")
+            raise BackupError(
+                f"The content of the file {part.name} is damaged. Put it back from another backup, or delete the file,"
+                " and make the backup again."
+            )
+
+    def open_file(self, part: BackupPart) -> Iterator[bytes]:
+        """Yield the content of a client's file in blocks. Raises BackupError at its end if it is not what was put."""
+        digest = hashlib.sha256()
+        path = f"{self._root}/{content_path(part.sha256)}"
+        try:
+            with self._explain_errors(), self._files.open(path, "rb") as source:
+                while chunk := source.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    yield chunk
+        except BackupError as error:
+            raise BackupError(f"{part.title} cannot be read. {error}") from error
+        if digest.hexdigest() != part.sha256:
+            raise BackupError(f"{part.title} is damaged. Use another backup.")
+
+    def read_file_list(self, manifest: BackupManifest) -> dict[str, int]:
+        """Return the sizes in bytes of the contents of clients' files in a backup, by their SHA-256."""
+        part = manifest.file_list
+        if part is None:
+            return {}
+        try:
+            return msgspec.json.decode(b"".join(self.open_file(part)), type=dict[str, int])
+        except msgspec.MsgspecError as error:
+            raise BackupError(f"{part.title} is damaged: {error}. Use another backup.") from error
 
     @contextmanager
     def _open_to_write(self, path: str) -> Iterator[BinaryIO]:
@@ -171,7 +213,7 @@ class BackupTarget:
         for manifest in self.read_manifests().values():
             if isinstance(manifest, BackupError):
                 raise manifest
-            used |= {part.sha256 for part in manifest.parts}
+            used |= {part.sha256 for part in manifest.parts} | self.read_file_list(manifest).keys()
         before = time.time() - UNUSED_CONTENT_S
         with self._explain_errors():
             for name, path in self._list_content().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,8 @@ def check_backup(
     problems: list[str] = []
     files: dict[BackupPart, Path] = {}
     for number, part in enumerate(manifest.parts):
+        if part.kind == "files":  # is read by `_check_files`
+            continue
         folder = scratch / str(number)
         folder.mkdir()
         problem = target.fetch(part, folder / part.name)
@@ -64,6 +67,7 @@ def check_backup(
             problems += _check_series(part, path)
         elif cipher is not None:
             secrets = _decrypt(cipher, path.read_bytes())
+    problems += _check_files(target, manifest, store_url)
     return CheckedBackup(backup_id, manifest, store_url, series, secrets, problems)
 
 
@@ -96,6 +100,30 @@ def find_differences(store: Store, manifest: BackupManifest) -> list[str]:
         for name, (found, expected) in compared.items()
         if found != expected
     ]
+    return problems
+
+
+def _check_files(target: BackupTarget, manifest: BackupManifest, store_url: str) -> list[str]:
+    """Compare the contents of files with their list, and the list with the files in the restored store if it opens."""
+    if manifest.file_list is None:  # a version that left out contents may have made the backup
+        return []
+    try:
+        contents = target.read_file_list(manifest)
+    except BackupError as error:
+        return [str(error)]
+    problems, names = [], dict[str, str]()
+    if store_url:
+        try:
+            with contextlib.closing(open_existing_store(store_url)) as store:
+                names = {each.sha256: each.key for each in store.files.iter_contents()}
+            if names.keys() != contents.keys():
+                problems.append("The files of the store are not those of the backup's list.")
+        except StoreError:
+            pass  # `_check_store` has named it
+    for sha256, size_bytes in contents.items():
+        name = names.get(sha256, "of a client")
+        part = BackupPart(kind="file", name=name, sha256=sha256, size_bytes=size_bytes)
+        problems += filter(None, [target.fetch(part, Path(os.devnull))])
     return problems
 
 

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from argosy.backup.backup_manifest import BackupError, BackupManifest, Cipher
+from argosy.backup.backup_manifest import BackupError, BackupManifest, BackupPart, Cipher
 from argosy.backup.backup_target import BackupTarget
 from argosy.backup.check import check_backup, find_differences
+from argosy.blob_store import BlobStore
 from argosy.model_store import ModelVersion, open_model_store
-from argosy.store import StoreError, open_existing_store, open_store, sqlite_path
+from argosy.store import (
+    BLOB_PLACE_KEY,
+    StoreError,
+    open_existing_store,
+    open_store,
+    sqlite_path,
+)
 
 _SQLITE_SUFFIXES = ("", "-wal", "-shm")
 
@@ -39,22 +46,27 @@ def restore_backup(
     store_url: str,
     *,
     series_folder: Path,
+    blobs: BlobStore | None = None,
     cipher: Cipher | None = None,
     replaces: bool = False,
 ) -> RestoredBackup:
     """Restore a backup into an empty store, after every byte of it was checked. Nothing is changed before.
+
+    Contents of files are written before the store, so that a restore that dies leaves no file without its content.
 
     Args:
         target: Where the backup is.
         backup_id: Its id.
         store_url: URL of the store, which must be new or empty.
         series_folder: Folder of the series of gateways.
+        blobs: Place for the contents of its files; None for a backup without files.
         cipher: Cipher for its secrets.
         replaces: Whether files of an SQLite store and of series that exist are moved aside. Databases of a server
             must be empty nevertheless.
 
     Raises:
         BackupError: The backup is damaged, or there is something that it would replace.
+        BlobStoreError: The contents of files cannot be written.
         StoreError: The store cannot be written.
     """
     started_at = time.monotonic()
@@ -63,6 +75,10 @@ def restore_backup(
     if in_the_way and not replaces:
         raise BackupError(
             f"{in_the_way[0]} exists. Stop its gateways, and move it away, or give --replace, which renames it."
+        )
+    if manifest.files and blobs is None:
+        raise BackupError(
+            f"The backup has {manifest.files:,} files of clients. Give --blobs, with the folder or URL of store.blobs."
         )
     scratch_parent = None if store_file is None else store_file.absolute().parent
     if scratch_parent is not None:
@@ -73,15 +89,20 @@ def restore_backup(
             raise BackupError(
                 f"{' '.join(checked.problems)} Nothing was restored. Use another backup."
             )
-        moved = [str(new) for file in in_the_way for new in _move_aside(file)]
-        with (
-            contextlib.closing(open_existing_store(checked.store_url)) as source,
-            contextlib.closing(open_store(store_url)) as store,
-        ):
-            store.migrate()
-            rows = source.copy_to(store)
-            store.secrets.add_all(checked.secrets or {})
-            differences = find_differences(store, manifest)
+        with contextlib.closing(open_existing_store(checked.store_url)) as source:
+            if manifest.file_list is not None and blobs is not None:
+                for key, sha256, size_bytes in source.files.iter_contents():
+                    part = BackupPart(kind="file", name=key, sha256=sha256, size_bytes=size_bytes)
+                    blobs.put(key, target.open_file(part))
+            moved = [str(new) for file in in_the_way for new in _move_aside(file)]
+            with contextlib.closing(open_store(store_url)) as store:
+                store.migrate()
+                rows = source.copy_to(store)
+                keys = checked.secrets or {}
+                store.secrets.add_all(
+                    {name: key for name, key in keys.items() if name != BLOB_PLACE_KEY}
+                )
+                differences = find_differences(store, manifest)
         if differences:
             raise BackupError(
                 f"The restored store differs from the backup: {' '.join(differences)}"

@@ -17,6 +17,7 @@ from argosy.cli.quantities import format_dollars, format_size, format_timestamp
 
 if TYPE_CHECKING:
     from argosy.backup import BackupManifest, BackupTarget, CheckedBackup
+    from argosy.blob_store import BlobStore
 
 app = typer.Typer(
     help="Backups of store and series, as sets that are checked and restored as a whole.",
@@ -38,6 +39,14 @@ KeyFile = Annotated[
     Path | None,
     typer.Option(
         help="File with a random key for the secrets of the store; without it they are not in the backup.",
+    ),
+]
+Blobs = Annotated[
+    str | None,
+    typer.Option(
+        envvar="ARGOSY_BLOBS",
+        metavar="PLACE",
+        help="Folder or URL of contents of files, as in store.blobs; by default the folder beside an SQLite store.",
     ),
 ]
 Prompt = Annotated[
@@ -64,10 +73,11 @@ def create(
         typer.Option(min=1, help="Number of backups to keep in TARGET. Older ones are deleted."),
     ] = None,
     key_file: KeyFile = None,
+    blobs: Blobs = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Back up the store, the series of this machine's gateways and the versions of models, while all run on."""
+    """Back up store, files, series of this machine's gateways and versions of models, while all run on."""
     from argosy.backup import (
         BackupTarget,
         change_status,
@@ -83,6 +93,7 @@ def create(
             opened_store,
             opened_target,
             series_folder=_series_folder(),
+            blobs=_open_blobs(blobs, store),
             cipher=read_cipher(key_file),
         )
         created_at = manifest.created_at
@@ -113,7 +124,7 @@ def list_backups(target: TargetUrl, *, json: JsonOutput = False) -> None:
     rows: list[dict[str, Any]] = [
         {"id": backup_id, "problem": str(found)}
         if isinstance(found, BackupError)
-        else {"id": backup_id} | msgspec.to_builtins(found)
+        else {"id": backup_id, "size_bytes": found.size_bytes} | msgspec.to_builtins(found)
         for backup_id, found in manifests.items()
     ]
     print_records(
@@ -127,7 +138,7 @@ def list_backups(target: TargetUrl, *, json: JsonOutput = False) -> None:
                 else (
                     format_timestamp(row["created_at"]),
                     row["version"],
-                    format_size(sum(part["size_bytes"] for part in row["parts"])),
+                    format_size(row["size_bytes"]),
                     f"{row['requests']:,}",
                     format_dollars(row["nano_dollars"]),
                     "",
@@ -224,10 +235,11 @@ def restore(
         ),
     ] = False,
     key_file: KeyFile = None,
+    blobs: Blobs = None,
     store: StoreUrl = None,
     json: JsonOutput = False,
 ) -> None:
-    """Restore a backup into a new or empty store and the series of this machine, after every byte was checked."""
+    """Restore a backup into a new or empty store, with files and series, after every byte was checked."""
     from argosy.backup import BackupTarget, read_cipher, restore_backup
     from argosy.store import default_store_url
 
@@ -239,6 +251,7 @@ def restore(
             opened_target.find_id(backup),
             store or default_store_url(),
             series_folder=_series_folder(),
+            blobs=_open_blobs(blobs, store),
             cipher=read_cipher(key_file),
             replaces=replace,
         )
@@ -297,10 +310,21 @@ def _series_folder() -> Path:
         fail(str(error))
 
 
+def _open_blobs(place: str | None, store: str | None) -> BlobStore | None:
+    """Open the contents of files at a place, or else beside an SQLite store. Raises BlobStoreError."""
+    from argosy.blob_store import check_location, open_blob_store
+    from argosy.store import default_blob_folder, default_store_url
+
+    if place is not None:
+        check_location(place)
+    place = place or default_blob_folder(store or default_store_url())
+    return None if place is None else open_blob_store(place)
+
+
 def _describe(manifest: BackupManifest) -> str:
     series = sum(part.kind == "series" for part in manifest.parts)
     return (
         f"{format_size(manifest.size_bytes)}, {manifest.requests:,} requests for"
         f" {format_dollars(manifest.nano_dollars)}, {manifest.audit_entries:,} entries of the audit log,"
-        f" {series} series"
+        f" {manifest.files:,} files, {series} series"
     )

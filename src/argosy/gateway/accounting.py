@@ -17,6 +17,7 @@ from argosy.gateway.filters import LimitFilter, flush_usage_forever
 from argosy.gateway.model_registry import ModelRouter
 from argosy.process import run_in_daemon_thread
 from argosy.store import (
+    BLOB_PLACE_KEY,
     AccountSnapshot,
     Store,
     StoreConfig,
@@ -326,7 +327,7 @@ def _check_blobs_are_shared(store: Store, blobs: BlobStore, place: str) -> None:
     """
     own = token_hex(16)
     blobs.put(_MARK_PREFIX + own, [own.encode()])
-    first = store.secrets.get_or_create("blobs", value=own.encode()).decode()
+    first = store.secrets.get_or_create(BLOB_PLACE_KEY, value=own.encode()).decode()
     if first == own:
         return
     blobs.delete(_MARK_PREFIX + own)

@@ -28,15 +28,23 @@ class BackupScheduler:
     Args:
         store: The store of all gateways.
         store_url: Its URL.
+        blobs: Place of the contents of files; None for the default of the store.
         config: The schedule. None runs nothing, and only reads what other processes have done.
         holder: Name of this gateway.
     """
 
     def __init__(
-        self, store: FleetStore, store_url: str, config: BackupConfig | None, holder: str
+        self,
+        store: FleetStore,
+        store_url: str,
+        blobs: str | None,
+        config: BackupConfig | None,
+        holder: str,
     ) -> None:
         self._store = store
-        self._store_url = store_url
+        self._environment = {"ARGOSY_STORE": store_url}
+        if blobs is not None:
+            self._environment["ARGOSY_BLOBS"] = blobs
         self._config = config
         self._holder = holder
         self._status = BackupStatus()
@@ -98,7 +106,7 @@ class BackupScheduler:
             *(sys.executable, "-m", "argosy.cli", "backup", *arguments),
             stdout=PIPE,
             stderr=STDOUT,
-            env=os.environ | {"ARGOSY_STORE": self._store_url},
+            env=os.environ | self._environment,
             preexec_fn=partial(kill_with_parent, os.getpid()),
         )
         output = asyncio.create_task(process.communicate())

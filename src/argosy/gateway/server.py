@@ -405,6 +405,7 @@ class GatewayServer:
             backups = BackupScheduler(
                 store.fleets,
                 config.store.url or default_store_url(),
+                config.store.blobs,
                 config.backup,
                 self._gateway_id,
             )

@@ -49,6 +49,7 @@ from argosy.store.errors import (
 )
 from argosy.store.file_store import (
     NEVER,
+    FileContent,
     FileStore,
     StoredFile,
     StoredUpload,
@@ -68,6 +69,7 @@ from argosy.store.fleet_store import (
 )
 from argosy.store.focus_export import FOCUS_VERSIONS, FocusExport, FocusVersion
 from argosy.store.gateway_registry import (
+    BLOB_PLACE_KEY,
     LIVENESS_TIMEOUT_S,
     GatewayRecord,
     GatewayRegistry,

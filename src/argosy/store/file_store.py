@@ -11,7 +11,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    and_,
     delete,
     insert,
     literal,
@@ -41,6 +42,8 @@ UPLOAD_LIFETIME_S = 3600.0
 ABANDONED_AFTER_S = 86_400.0
 """Time after which a blob that has not become a file is deleted."""
 _PART_PURPOSE = "upload_part"
+_HOLD_PREFIX = ".hold/"
+"""Beginning of the keys of rows that keep blobs while they are not due. No part of a blob's key begins with a dot."""
 _files, _uploads, _removals = schema.files.c, schema.uploads.c, schema.blob_removals.c
 
 UploadStatus = Literal["pending", "completed", "cancelled"]
@@ -84,6 +87,15 @@ class WrittenBlob(NamedTuple):
     """Content that was written for a file that does not exist yet."""
 
     file_id: str
+    sha256: str
+    size: int
+
+
+class FileContent(NamedTuple):
+    """Content of a file or of a part of an upload, of any owner."""
+
+    key: str
+    """Key of its blob."""
     sha256: str
     size: int
 
@@ -405,8 +417,32 @@ class FileStore:
             deleted += batch
         return deleted
 
+    def iter_contents(self) -> Iterator[FileContent]:
+        """Yield the contents of all files and parts of all owners, as of one moment."""
+        columns = _files.organisation, _files.owner, _files.id, _files.sha256, _files.size
+        query = select(*columns).execution_options(yield_per=DELETION_BATCH_ROWS)
+        with self._database.read_transaction() as connection:
+            for row in connection.execute(query):
+                key = blob_key(row.organisation, row.owner, row.id)
+                yield FileContent(key, row.sha256, row.size)
+
+    @contextmanager
+    def keeping_blobs(self) -> Iterator[None]:
+        """Keep the blobs of files that any process deletes within the context, at most for a day.
+
+        So the blobs of all files in a copy of the rows exist as long as the context in which the copy was made.
+        """
+        key = _HOLD_PREFIX + secrets.token_hex(8)
+        row = {"key": key, "due_at": self._clock() + ABANDONED_AFTER_S}
+        with self._database.write_transaction() as connection:
+            connection.execute(insert(schema.blob_removals), row)
+        try:
+            yield
+        finally:
+            self._forget_removals([key])
+
     def remove_blobs(self) -> int:
-        """Delete a batch of the blobs that are due. Returns their number, 0 if no more are.
+        """Delete a batch of the blobs that are due. Returns their number, 0 if no more are, or if all are kept.
 
         Raises:
             BlobStoreError: The blobs cannot be deleted.
@@ -414,6 +450,8 @@ class FileStore:
         due = select(_removals.key).where(_removals.due_at <= self._clock())
         with self._database.read_transaction() as connection:
             keys = list(connection.execute(due.limit(DELETION_BATCH_ROWS)).scalars())
+        if self._are_blobs_kept():
+            return 0
         blobs = self._require_blobs()
         for key in keys:
             blobs.delete(key)
@@ -473,9 +511,22 @@ class FileStore:
         if self._blobs is None or not keys:
             return
         with suppress(BlobStoreError, StoreError):
+            if self._are_blobs_kept():
+                return
             for key in keys:
                 self._blobs.delete(key)
             self._forget_removals(keys)
+
+    def _are_blobs_kept(self) -> bool:
+        """Return whether blobs of deleted files are kept. Call it after their rows were deleted, not before."""
+        is_held = and_(
+            _removals.key.startswith(_HOLD_PREFIX, autoescape=True),
+            _removals.due_at > self._clock(),
+        )
+        with self._database.read_transaction() as connection:
+            return (
+                connection.execute(select(literal(1)).where(is_held).limit(1)).first() is not None
+            )
 
     def _forget_removals(self, keys: Collection[str]) -> None:
         if keys:

@@ -69,6 +69,10 @@ class GatewayRegistry:
             connection.execute(delete(table).where(table.c.id == gateway_id))
 
 
+BLOB_PLACE_KEY = "blobs"
+"""Name of the key by which gateways recognise the place of their store's blobs. A restored store has a new place."""
+
+
 class SecretStore:
     """Keys by name. Every call may block on the database."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.store.conftest import ACTOR
+from tests.support.fake_clock import FakeClock
 from tests.support.usage_rows import usage_row
 
 from argosy.backup import (
@@ -24,8 +26,17 @@ from argosy.backup import (
     read_cipher,
     restore_backup,
 )
+from argosy.blob_store import BlobStore, open_blob_store
 from argosy.series import SeriesArchive
-from argosy.store import FleetDocument, Project, Store, open_store
+from argosy.store import (
+    BLOB_PLACE_KEY,
+    FleetDocument,
+    ItemOwner,
+    Project,
+    Store,
+    StoredFile,
+    open_store,
+)
 
 SQLITE_ONLY = pytest.mark.parametrize("database_kind", ["sqlite"])
 
@@ -33,6 +44,23 @@ SQLITE_ONLY = pytest.mark.parametrize("database_kind", ["sqlite"])
 @pytest.fixture(autouse=True)
 def _no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ARGOSY_MODELS", str(tmp_path / "models"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "blobs"
+
+
+@pytest.fixture
+def blobs(folder: Path) -> BlobStore:
+    return open_blob_store(str(folder))
+
+
+@pytest.fixture
+def store(url: str, clock: FakeClock, blobs: BlobStore) -> Iterator[Store]:
+    opened = open_store(url, clock=clock, blobs=blobs)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
@@ -56,8 +84,9 @@ def series_folder(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(store: Store, project: Project) -> Iterator[None]:
-    """Add usage and accounts all the time, with one nano-dollar for each request."""
+    """Add usage, accounts and files all the time, with one nano-dollar for each request. Each file is soon deleted."""
     has_ended = threading.Event()
+    owner = ItemOwner(project.organisation, project.id)
 
     def write() -> None:
         for number in itertools.count():
@@ -66,7 +95,11 @@ def writing(store: Store, project: Project) -> Iterator[None]:
             rows = [usage_row(f"w{number}-{row}", nano_dollars=1) for row in range(50)]
             store.ledger.add_records(rows)
             store.accounts.create_key(project.id, f"key{number}", actor=ACTOR)
+            kept.append(add_file(store, owner, f"content {number}"))
+            if len(kept) > 3:
+                store.files.delete(owner, kept.pop(0).id)
 
+    kept: list[StoredFile] = []
     thread = threading.Thread(target=write)
     thread.start()
     try:
@@ -76,17 +109,31 @@ def writing(store: Store, project: Project) -> Iterator[None]:
         thread.join()
 
 
+def add_file(store: Store, owner: ItemOwner, content: str) -> StoredFile:
+    written = store.files.write(owner, [content.encode()])
+    return store.files.create(
+        owner, written, filename="a", purpose="batch", media_type="text/plain"
+    )
+
+
+def list_blobs(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def check(target: BackupTarget, backup_id: str, scratch: Path) -> CheckedBackup:
     scratch.mkdir()
     return check_backup(target, backup_id, scratch)
 
 
 def test_backup_made_while_others_write_is_restored_into_both_kinds(
+    *,
     store: Store,
     project: Project,
     target: BackupTarget,
     cipher: Cipher,
     series_folder: Path,
+    blobs: BlobStore,
+    folder: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     postgres_url: str = request.getfixturevalue("postgres_url")
@@ -94,11 +141,17 @@ def test_backup_made_while_others_write_is_restored_into_both_kinds(
     key, plain = store.accounts.create_key(project.id, "app", actor=ACTOR)
     secret = store.secrets.get_or_create("reasoning", 32)
     store.fleets.replace_document("shop", "routes", FleetDocument(1, b"{}"), after=0)
+    store.secrets.get_or_create(BLOB_PLACE_KEY, value=b"old")
     store.ledger.add_records([usage_row(f"r{number}", nano_dollars=1) for number in range(2500)])
+    owner = ItemOwner(project.organisation, project.id)
+    file = add_file(store, owner, "kept")
     with writing(store, project):
         backup_id, manifest = create_backup(
-            store, target, series_folder=series_folder, cipher=cipher
+            store, target, series_folder=series_folder, blobs=blobs, cipher=cipher
         )
+    store.files.remove_blobs()
+    assert len(list_blobs(folder)) == len(list(store.files.iter_contents()))
+    assert manifest.files >= 1
     assert manifest.requests == manifest.nano_dollars >= 2500
     assert plain.encode() not in b"".join(path.read_bytes() for path in files_of(target))
     assert secret not in b"".join(path.read_bytes() for path in files_of(target))
@@ -109,11 +162,21 @@ def test_backup_made_while_others_write_is_restored_into_both_kinds(
             target.find_id(backup_id[:20]),
             url,
             series_folder=tmp_path / url[:6] / "series",
+            blobs=open_blob_store(str(tmp_path / url[:6] / "blobs")),
             cipher=cipher,
         )
         assert (restored.moved, restored.missing_models) == ([], [])
         SeriesArchive(tmp_path / url[:6] / "series/port-8000.sqlite", keep_days=1).close()
-        with contextlib.closing(open_store(url)) as opened:
+        new_blobs = open_blob_store(str(tmp_path / url[:6] / "blobs"))
+        with contextlib.closing(open_store(url, blobs=new_blobs)) as opened:
+            assert b"".join(opened.files.open(owner, file.id)) == b"kept"
+            contents = list(opened.files.iter_contents())
+            for key_of_blob, sha256, _ in contents:
+                content = b"".join(new_blobs.open(key_of_blob))
+                assert hashlib.sha256(content).hexdigest() == sha256
+            assert len(contents) == manifest.files
+            # Gateways know the new place by a mark of their own.
+            assert opened.secrets.get_or_create(BLOB_PLACE_KEY, value=b"new") == b"new"
             assert opened.audit_log.verify().entries == manifest.audit_entries
             assert opened.ledger.report()[0].nano_dollars == manifest.nano_dollars
             assert key in opened.accounts.list_keys()
@@ -124,12 +187,25 @@ def test_backup_made_while_others_write_is_restored_into_both_kinds(
 
 @SQLITE_ONLY
 def test_every_flipped_byte_is_found_and_named(
-    store: Store, target: BackupTarget, cipher: Cipher, series_folder: Path, tmp_path: Path
+    *,
+    store: Store,
+    project: Project,
+    target: BackupTarget,
+    cipher: Cipher,
+    series_folder: Path,
+    blobs: BlobStore,
+    tmp_path: Path,
 ) -> None:
-    backup_id, manifest = create_backup(store, target, series_folder=series_folder, cipher=cipher)
+    owner = ItemOwner(project.organisation, project.id)
+    file = add_file(store, owner, "content")
+    backup_id, manifest = create_backup(
+        store, target, series_folder=series_folder, blobs=blobs, cipher=cipher
+    )
     named = {part.sha256: part.name for part in manifest.parts} | {backup_id: "manifest"}
-    assert sorted(named.values()) == ["argosy.db", "manifest", "port-8000.sqlite", "secrets"]
-    new_store = tmp_path / "new/argosy.db"
+    parts = ["argosy.db", "files.json", "manifest", "port-8000.sqlite", "secrets"]
+    assert sorted(named.values()) == parts
+    named[file.sha256] = file.id
+    new_store, place = tmp_path / "new/argosy.db", tmp_path / "new/blobs"
     for number, (path, name) in enumerate((path, named[path.stem]) for path in files_of(target)):
         content = path.read_bytes()
         half = len(content) // 2
@@ -145,9 +221,14 @@ def test_every_flipped_byte_is_found_and_named(
                 assert f"{name} ({path.relative_to(path.parents[2])})" in problem
             with pytest.raises(BackupError):
                 restore_backup(
-                    target, backup_id, f"sqlite:///{new_store}", series_folder=tmp_path / "s"
+                    target,
+                    backup_id,
+                    f"sqlite:///{new_store}",
+                    series_folder=tmp_path / "s",
+                    blobs=open_blob_store(str(place)),
                 )
             assert not new_store.exists()
+            assert not list_blobs(place)
         path.write_bytes(content)
     (tmp_path / "key").write_text("x" * 44)
     (tmp_path / "last").mkdir()
@@ -192,6 +273,44 @@ def test_old_backups_are_deleted_with_the_parts_that_no_other_has(
     assert len(later.parts) == 2
     with pytest.raises(BackupError, match="has no backup 1999"):
         target.find_id("1999")
+
+
+@SQLITE_ONLY
+def test_contents_of_files_are_copied_once_and_checked(
+    *,
+    store: Store,
+    project: Project,
+    target: BackupTarget,
+    series_folder: Path,
+    blobs: BlobStore,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    owner = ItemOwner(project.organisation, project.id)
+    first, same = (add_file(store, owner, "first") for _ in range(2))
+    with pytest.raises(BackupError, match="Give --blobs"):
+        create_backup(store, target, series_folder=series_folder)
+    create_backup(store, target, series_folder=series_folder, blobs=blobs)
+    # What the target has already is not read again.
+    backup_id, manifest = create_backup(store, target, series_folder=series_folder)
+    assert (manifest.files, manifest.file_bytes) == (2, 5)
+    with pytest.raises(BackupError, match="has 2 files of clients"):
+        restore_backup(target, backup_id, f"sqlite:///{tmp_path}/n.db", series_folder=tmp_path)
+    second = add_file(store, owner, "second")
+    (blob,) = (path for path in list_blobs(folder) if path.name == second.id)
+    blob.write_bytes(b"sEcond")
+    with pytest.raises(BackupError, match=rf"content of the file .*{second.id} is damaged"):
+        create_backup(store, target, series_folder=series_folder, blobs=blobs)
+    blob.unlink()
+    with pytest.raises(BackupError, match=rf"content of the file .*{second.id} is missing"):
+        create_backup(store, target, series_folder=series_folder, blobs=blobs)
+    for file in (first, same, second):
+        store.files.delete(owner, file.id)
+    create_backup(store, target, series_folder=series_folder, blobs=blobs)
+    for path in files_of(target):
+        os.utime(path, (0, 0))
+    delete_old_backups(target, 1)
+    assert not {first.sha256, second.sha256} & {path.stem for path in files_of(target)}
 
 
 def files_of(target: BackupTarget) -> list[Path]:
