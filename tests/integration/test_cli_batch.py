@@ -238,6 +238,10 @@ def test_killed_command_leaves_no_replica_and_continues(tmp_path: Path) -> None:
     assert not any(each.is_running() for each in replicas)
     assert 0 < output.read_bytes().count(b"\n") < 16
     subprocess.run([*map(str, command)], check=True)
+    # Nothing is left, so no model is loaded, which does not exist.
+    again = [*map(str, command), "--model", "none"]
+    done = subprocess.run(again, check=True, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "16 lines have results already; none is left.\n"
     results = [json.loads(line) for line in output.read_bytes().splitlines()]
     assert [each["custom_id"] for each in results] == [str(n) for n in range(16)]
     texts = {each["response"]["body"]["choices"][0]["message"]["content"] for each in results}

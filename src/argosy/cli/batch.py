@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -109,6 +110,10 @@ class BatchFiles(NamedTuple):
     """Where lines without a successful response go; `output` by default."""
     num_done: int
     """Lines that have one."""
+    done_bytes: int
+    """Size of these lines; 0 if it is not known."""
+    is_complete: bool
+    """Whether all lines have one."""
     num_failed: int
     """Lines whose result is no successful response."""
     input_bytes: int | None
@@ -180,8 +185,13 @@ def run(
     try:
         with contextlib.ExitStack() as stack:
             files = open_files(stack, input_file, output_file, errors_file)
-            address = url or stack.enter_context(_start_replica(model, options))
-            num_failed = asyncio.run(_answer(files, address, api_key, concurrency))
+            if files.num_done:
+                left = "none is left" if files.is_complete else "the run continues after them"
+                typer.echo(f"{files.num_done:,} lines have results already; {left}.", err=True)
+            num_failed = files.num_failed
+            if not files.is_complete:
+                address = url or stack.enter_context(_start_replica(model, options))
+                num_failed = asyncio.run(_answer(files, address, api_key, concurrency))
     except ServerLostError as error:
         fail(f"{error}; run the same command again to continue", EXIT_FAILURE)
     except ValueError as error:
@@ -217,7 +227,12 @@ def open_files(
     for is_success in _match_results(lines, [*map(_read_results, results)], names):
         num_done += 1
         num_failed += not is_success
-    return BatchFiles(lines, results[0], results[-1], num_done, num_failed, input_bytes)
+    done_bytes = 0 if input_bytes is None else source.tell()
+    first = next(lines, None)
+    rest = itertools.chain([] if first is None else [first], lines)
+    return BatchFiles(
+        rest, results[0], results[-1], num_done, done_bytes, first is None, num_failed, input_bytes
+    )
 
 
 def _match_results(
@@ -494,6 +509,7 @@ async def _answer(files: BatchFiles, url: str, api_key: str | None, concurrency:
     ) as sender:
         batch_run = _BatchRun(sender, files, concurrency, default_model)
         with ProgressBar("Requests", files.input_bytes) as progress:
+            progress.update(advance=files.done_bytes)
             await batch_run.answer(progress)
     typer.echo(f"Finished in {time.monotonic() - started_at:.1f} s.", err=True)
     return batch_run.num_failed
