@@ -1,4 +1,7 @@
-"""Gateways and replicas are killed while a batch runs. Each line is answered once, billed once, and in its order."""
+"""Gateways and replicas are killed while a batch runs, and connections to its store are cut.
+
+Each line is answered once, billed once, and in its order.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from tests.support.gateway_processes import (
     GatewayProcess,
@@ -21,22 +25,20 @@ from tests.support.replica_process import MODEL, ReplicaProcess
 from argosy.deployment import AuthConfig, GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import Batch, ItemOwner, Price, StoreConfig, StoreError
 
-LINES = 120
-KILLS = 12
 RATE = 3
 CHAT: Any = "/v1/chat/completions"
 OPEN = {"validating", "in_progress", "finalizing"}
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900), pytest.mark.asyncio]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(14_400), pytest.mark.asyncio]
 
 
-def build_input() -> bytes:
+def build_input(count: int) -> bytes:
     lines = []
-    for number in range(LINES):
+    for number in range(count):
         body = {
             "model": MODEL,
             "messages": [{"role": "user", "content": f"Tell me a story about {number}."}],
             "temperature": 0.9 if number % 2 else 0.0,
-            "max_tokens": 16,
+            "max_tokens": 16 if count < 1000 else 4,
         }
         line = {"custom_id": f"q{number}", "method": "POST", "url": CHAT, "body": body}
         lines.append(json.dumps(line | {"body": body | {"seed": number}}))
@@ -56,9 +58,9 @@ def normalise(text: str) -> list[tuple[str, Any, Any]]:
     ]
 
 
-async def create(url: str, key: str) -> str:
+async def create(url: str, key: str, count: int) -> str:
     async with open_sdk_client(url, key) as client:
-        file = await client.files.create(file=("in.jsonl", build_input()), purpose="batch")
+        file = await client.files.create(file=("in.jsonl", build_input(count)), purpose="batch")
         batch = await client.batches.create(
             input_file_id=file.id, endpoint=CHAT, completion_window="24h"
         )
@@ -66,7 +68,8 @@ async def create(url: str, key: str) -> str:
 
 
 async def read_output(url: str, key: str, batch_id: str) -> str:
-    async with open_sdk_client(url, key) as client:
+    async with open_sdk_client(url, key) as sdk:
+        client = sdk.with_options(max_retries=5)  # connections to the store may just have been cut
         batch = await client.batches.retrieve(batch_id)
         assert (batch.status, batch.error_file_id) == ("completed", None)
         assert batch.output_file_id is not None
@@ -79,8 +82,23 @@ async def restart_later(process: GatewayProcess | ReplicaProcess) -> None:
     await process.start()
 
 
-async def test_killed_processes_lose_and_repeat_no_line(tmp_path: Path) -> None:
+def cut_connections(url: str) -> None:
+    """End all connections to a database of PostgreSQL."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+
+@pytest.mark.parametrize(("lines", "kills"), [(120, 12), (5000, 100)])
+async def test_killed_processes_lose_and_repeat_no_line(
+    tmp_path: Path, request: pytest.FixtureRequest, lines: int, kills: int
+) -> None:
     url, draws = f"sqlite:///{tmp_path}/store.db", random.Random(5)
+    has_server = lines > 1000
+    if has_server:
+        url = request.getfixturevalue("postgres_url")
     replicas = [ReplicaProcess(tmp_path / f"{number}.sock") for number in range(2)]
     with open_organisation(url) as accounts:
         price = Price(model=MODEL, input=RATE, cached_input=RATE, output=RATE)
@@ -95,15 +113,17 @@ async def test_killed_processes_lose_and_repeat_no_line(tmp_path: Path) -> None:
                     replicas=[ReplicaConfig(url=f"unix:{each.socket}") for each in replicas],
                 )
             ],
-            store=StoreConfig(url=url),
+            store=StoreConfig(url=url, blobs=str(tmp_path / "blobs")),
             auth=AuthConfig(mode="required"),
         )
 
         async def find(batch_id: str) -> Batch:
-            return await asyncio.to_thread(accounts.store.batches.get, owner, batch_id)
+            while True:
+                with contextlib.suppress(StoreError):  # its connection was cut
+                    return await asyncio.to_thread(accounts.store.batches.get, owner, batch_id)
 
         async def wait_ended(batch_id: str) -> None:
-            async with asyncio.timeout(400):
+            async with asyncio.timeout(7200):
                 while (await find(batch_id)).status in OPEN:  # noqa: ASYNC110 - the store has no event
                     await asyncio.sleep(0.5)
 
@@ -112,18 +132,23 @@ async def test_killed_processes_lose_and_repeat_no_line(tmp_path: Path) -> None:
                 await replica.start()
             await asyncio.gather(*(replica.wait_ready() for replica in replicas))
             async with gateways(config, tmp_path, 2) as running:
-                calm = await create(running[0].url, key)
+                calm = await create(running[0].url, key, lines)
                 await wait_ended(calm)
                 expected = normalise(await read_output(running[0].url, key, calm))
-                disturbed = await create(running[1].url, key)
-                for _ in range(KILLS):
+                disturbed = await create(running[1].url, key, lines)
+                victims: list[GatewayProcess | ReplicaProcess | None] = [*running, *replicas]
+                victims += [None] * has_server
+                for number in range(kills):
                     await asyncio.sleep(draws.uniform(0.5, 2.0))
-                    processes: list[GatewayProcess | ReplicaProcess] = [*running, *replicas]
-                    victim = draws.choice(processes)
-                    with contextlib.suppress(StoreError):
-                        if (await find(disturbed)).status not in OPEN:
-                            break
-                    await restart_later(victim)
+                    victim = draws.choice(victims)
+                    batch = await find(disturbed)
+                    if batch.status not in OPEN:
+                        assert number >= kills // 2
+                        break
+                    if victim is None:
+                        await asyncio.to_thread(cut_connections, url)
+                    else:
+                        await restart_later(victim)
                 await wait_ended(disturbed)
                 output = await read_output(running[0].url, key, disturbed)
         finally:
@@ -132,10 +157,10 @@ async def test_killed_processes_lose_and_repeat_no_line(tmp_path: Path) -> None:
         assert normalise(output) == expected
         ids = {json.loads(line)["id"] for line in output.splitlines()}
         rows = [row for row in accounts.rows() if row.request in ids]
-        assert len(rows) == len(ids) == LINES
+        assert len(rows) == len(ids) == lines
         usage = [json.loads(line)["response"]["body"]["usage"] for line in output.splitlines()]
         tokens = [each["total_tokens"] for each in usage]
         assert sum(row.nano_dollars for row in rows) == sum(count * RATE // 2 for count in tokens)
         batch = await find(disturbed)
-        assert (batch.total, batch.completed, batch.failed) == (LINES, LINES, 0)
+        assert (batch.total, batch.completed, batch.failed) == (lines, lines, 0)
         assert not accounts.store.batches.list_holders()

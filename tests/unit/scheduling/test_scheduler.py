@@ -149,6 +149,27 @@ def test_higher_tier_preempts_lower_and_equal_tier_does_not() -> None:
     assert list(harness.finish_reasons) == ["premium", "free", "equal"]
 
 
+@pytest.mark.parametrize("tier", [0, 1, 2])
+@pytest.mark.parametrize("shortage", [{"max_seqs": 4}, {"max_seqs": 8, "num_blocks": 16}])
+def test_online_request_waits_for_lines_of_batches_no_longer_than_one_step(
+    tier: int, shortage: dict[str, int]
+) -> None:
+    harness = SchedulerHarness(scheduler_limits(**shortage))
+    for number in range(8):
+        harness.add(f"line{number}", [number + 1] * 9, 30, tier=3)
+    for _ in range(4):
+        harness.step()
+    waiting = harness.add("line8", [9] * 9, 30, tier=3)
+    harness.step()
+    assert waiting.scheduled_at is None, "lines do not occupy all rows or blocks"
+    for number in range(6):
+        online = harness.add(f"online{number}", [50 + number] * 5, 3, tier=tier)
+        harness.step()
+        assert online.is_prefilled
+    harness.run()
+    assert set(harness.finish_reasons.values()) == {"length"}
+
+
 def add_group(
     harness: SchedulerHarness, name: str, count: int, max_tokens: int, tenant: str = ""
 ) -> None:
