@@ -58,16 +58,7 @@ def create_backup(
         ModelStoreError: The model store is damaged.
     """
     created_at, started_at = time.time(), time.monotonic()
-    manifests = [
-        each for each in target.read_manifests().values() if isinstance(each, BackupManifest)
-    ]
-    known = {part.sha256 for manifest in manifests for part in manifest.parts}
-    known_files: dict[str, int] = {}
-    for newest in manifests[-1:]:
-        try:
-            known_files = target.read_file_list(newest)
-        except BackupError:  # a damaged list is written again
-            known -= {part.sha256 for part in newest.parts if part.kind == "files"}
+    known, known_files = _find_known(target)
     parts: list[BackupPart] = []
 
     def add_part(kind: PartKind, path: Path) -> None:
@@ -114,6 +105,18 @@ def create_backup(
             models=open_model_store().list_versions(),
         )
         return target.write_manifest(manifest, contents), manifest
+
+
+def _find_known(target: BackupTarget) -> tuple[set[str], dict[str, int]]:
+    """Return the SHA-256 of the parts of all backups, and the contents of files of the newest one with their sizes."""
+    manifests = [
+        each for each in target.read_manifests().values() if isinstance(each, BackupManifest)
+    ]
+    known = {part.sha256 for manifest in manifests for part in manifest.parts}
+    try:
+        return known, target.read_file_list(manifests[-1]) if manifests else {}
+    except BackupError:  # a damaged list is written again
+        return known - {part.sha256 for part in manifests[-1].parts if part.kind == "files"}, {}
 
 
 def delete_old_backups(target: BackupTarget, keep: int) -> list[str]:

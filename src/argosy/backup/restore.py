@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from argosy.backup.backup_manifest import BackupError, BackupManifest, BackupPart, Cipher
 from argosy.backup.backup_target import BackupTarget
-from argosy.backup.check import check_backup, find_differences
+from argosy.backup.check import CheckedBackup, check_backup, find_differences
 from argosy.blob_store import BlobStore
 from argosy.model_store import ModelVersion, open_model_store
 from argosy.store import (
@@ -89,24 +89,7 @@ def restore_backup(
             raise BackupError(
                 f"{' '.join(checked.problems)} Nothing was restored. Use another backup."
             )
-        with contextlib.closing(open_existing_store(checked.store_url)) as source:
-            if manifest.file_list is not None and blobs is not None:
-                for key, sha256, size_bytes in source.files.iter_contents():
-                    part = BackupPart(kind="file", name=key, sha256=sha256, size_bytes=size_bytes)
-                    blobs.put(key, target.open_file(part))
-            moved = [str(new) for file in in_the_way for new in _move_aside(file)]
-            with contextlib.closing(open_store(store_url)) as store:
-                store.migrate()
-                rows = source.copy_to(store)
-                keys = checked.secrets or {}
-                store.secrets.add_all(
-                    {name: key for name, key in keys.items() if name != BLOB_PLACE_KEY}
-                )
-                differences = find_differences(store, manifest)
-        if differences:
-            raise BackupError(
-                f"The restored store differs from the backup: {' '.join(differences)}"
-            )
+        moved, rows = _write_store(target, checked, store_url, blobs, in_the_way)
         series_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for file in checked.series:
             shutil.copy2(file, series_folder / file.name)
@@ -122,6 +105,33 @@ def restore_backup(
         ],
         duration_s=time.monotonic() - started_at,
     )
+
+
+def _write_store(
+    target: BackupTarget,
+    checked: CheckedBackup,
+    store_url: str,
+    blobs: BlobStore | None,
+    in_the_way: list[Path],
+) -> tuple[list[str], int]:
+    """Write the contents of files and then the store. Returns the new names of what was there, and the rows."""
+    with contextlib.closing(open_existing_store(checked.store_url)) as source:
+        if checked.manifest.file_list is not None and blobs is not None:
+            for key, sha256, size_bytes in source.files.iter_contents():
+                part = BackupPart(kind="file", name=key, sha256=sha256, size_bytes=size_bytes)
+                blobs.put(key, target.open_file(part))
+        moved = [str(new) for file in in_the_way for new in _move_aside(file)]
+        with contextlib.closing(open_store(store_url)) as store:
+            store.migrate()
+            rows = source.copy_to(store)
+            keys = checked.secrets or {}
+            store.secrets.add_all(
+                {name: key for name, key in keys.items() if name != BLOB_PLACE_KEY}
+            )
+            differences = find_differences(store, checked.manifest)
+    if differences:
+        raise BackupError(f"The restored store differs from the backup: {' '.join(differences)}")
+    return moved, rows
 
 
 def _find_existing(manifest: BackupManifest, store_url: str, series_folder: Path) -> list[Path]:

@@ -185,9 +185,7 @@ def run(
     try:
         with contextlib.ExitStack() as stack:
             files = open_files(stack, input_file, output_file, errors_file)
-            if files.num_done:
-                left = "none is left" if files.is_complete else "the run continues after them"
-                typer.echo(f"{files.num_done:,} lines have results already; {left}.", err=True)
+            _show_results(files)
             num_failed = files.num_failed
             if not files.is_complete:
                 address = url or stack.enter_context(_start_replica(model, options))
@@ -203,6 +201,13 @@ def run(
     if num_failed:
         where = errors_file or output_file
         fail(f"{num_failed} requests failed; their errors are in {where}", EXIT_FAILURE)
+
+
+def _show_results(files: BatchFiles) -> None:
+    """Print how many lines have results, if some have."""
+    if files.num_done:
+        left = "none is left" if files.is_complete else "the run continues after them"
+        typer.echo(f"{files.num_done:,} lines have results already; {left}.", err=True)
 
 
 def open_files(
