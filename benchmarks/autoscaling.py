@@ -211,9 +211,15 @@ def render_figure(rows: Collection[Row]) -> str:
         )
         for name in (*BASELINES, OURS)
     ]
-    figure = render_plot(
-        "Attainment and cost of 24 cells", "replica hours / ideal", "attainment in %", series
+    return standalone_svg(
+        render_plot(
+            "Attainment and cost of 24 cells", "replica hours / ideal", "attainment in %", series
+        )
     )
+
+
+def standalone_svg(figure: str) -> str:
+    """Return a plot as a file, with the colours that a page gives to one within it."""
     style = "text{font:11px sans-serif;fill:#374151}.grid{stroke:#eef0f3}"
     return figure.replace(
         "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background:#fff" ', 1

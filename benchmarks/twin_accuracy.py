@@ -35,9 +35,11 @@ from argosy.twin.hardware import (
     load_shape,
     simulate_replica,
 )
+from benchmarks.twin_live import format_table
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "data" / "calibration.csv"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "reference" / "twin-accuracy.md"
 WEIGHTS: dict[str, Precision] = {
     "bf16": "bf16",
@@ -439,6 +441,29 @@ Their own figures, on their own rows. They are not comparable one to one.
 """
 
 
+LIVE = """## Live check
+
+The bundled model on CPUs, as one engine and as three replicas behind a gateway, of which one is killed (`kill -9`).
+Prices and the time outside the engine are [fitted](../how-to/twin.md#fit-the-prices-to-your-engine) to one run. The
+twin predicts another one with other rates, lengths and another time of the kill, from the trace file that
+`argosy bench` sends. Times are in ms; intervals have the uncertainty of the prices only.
+"""
+
+
+def live_section() -> str:
+    """Return the section with the newest recorded result of `benchmarks.twin_live`."""
+    recorded = sorted(RESULTS.glob("*-twin_live*.json"))
+    if not recorded:
+        return LIVE + "\nIt was not measured yet.\n"
+    result = msgspec.json.decode(recorded[-1].read_bytes())
+    rows = [row for row in result["rows"] if "figure" in row]
+    machine = result["machine"]
+    return (
+        f"{LIVE}\n{format_table(rows)}\n\nMeasured on {result['date']} with {machine['cpus']} CPUs "
+        f"({machine['cpu']}) by `{result['command']}`: `benchmarks/results/{recorded[-1].name}`.\n"
+    )
+
+
 def _is_dense_70b(comparison: Comparison) -> bool:
     row = comparison.row
     return row["model"] == "Llama-3.1-70B" and row["kind"] == "closed_loop"
@@ -568,6 +593,7 @@ def render_page(hardware: Hardware, rows: Sequence[Row]) -> str:
             "## Not predicted\n",
             table(("Reason", "Rows"), reasons(results)),
             PUBLISHED.strip("\n") + "\n",
+            live_section(),
         ]
     )
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,8 +21,9 @@ from argosy.engine.execution.executor.output_stage import StepHandle
 from argosy.engine.execution.kernels.attention import Attention
 from argosy.engine.execution.kernels.batch import Batch
 from argosy.engine.execution.kernels.cpu import compute_threads
-from argosy.engine.scheduling import StepPlan, StepResult
+from argosy.engine.scheduling import StepPlan, StepRecord, StepResult
 from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
+from argosy.engine.serving.engine_core.step_log import StepLog
 from argosy.machine_resources import CpuTimes
 from argosy.models import BUNDLED_MODEL
 from argosy.process import private_memory_bytes
@@ -285,6 +287,46 @@ def test_step_stats_contain_phase_durations(core: EngineCore) -> None:
         assert all(spent[phase] >= before[phase] for phase in before)
     assert set(spent) == {"plan", "launch", "compute", "sample", "commit"}
     assert all(seconds > 0 for seconds in spent.values())
+
+
+def _read_log(folder: Path) -> list[StepRecord]:
+    (file,) = folder.iterdir()
+    return [msgspec.json.decode(line, type=StepRecord) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_step_log_has_the_work_of_each_step(tmp_path: Path, steps_in_flight: int) -> None:
+    options = {"speculation": "off", "max_steps_in_flight": steps_in_flight}
+    core = create_core(BUNDLED_MODEL, step_log=str(tmp_path / "log"), **options)
+    requests = [
+        EngineRequest(
+            id=str(number), prompt=list(range(100 * number, 130 + 101 * number)), params=GREEDY
+        )
+        for number in range(3)
+    ]
+    run_requests(core, requests)
+    core.close()
+    records = _read_log(tmp_path / "log")
+    prompts = sum(count for record in records for count, _ in record.prefill_chunks)
+    assert prompts == sum(len(request.prompt) for request in requests)
+    assert sum(record.decode_rows for record in records) == 3 * (8 - 1)
+    assert all(record.context_tokens >= 30 * record.decode_rows for record in records)
+    assert all(record.seconds > 0 for record in records)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="choose another folder"):
+        create_core(BUNDLED_MODEL, step_log=str(tmp_path / "file"))
+
+
+def test_logged_step_begins_with_the_end_of_the_one_before_unless_the_engine_was_idle(
+    tmp_path: Path,
+) -> None:
+    log = StepLog(str(tmp_path))
+    plan = StepPlan(1, rows=[0], starts=[5], counts=[1], sample_counts=[1])
+    for began, ended, has_work in ((1.0, 1.5, True), (1.75, 2.0, False), (5.0, 5.25, False)):
+        log.begin_step(began)
+        log.end_step(plan, ended, has_work=has_work)
+    log.close()
+    assert [record.seconds for record in _read_log(tmp_path)] == [0.5, 0.5, 0.25]
 
 
 def test_stored_blocks_are_reported_by_first_token_and_at_end(core: EngineCore) -> None:

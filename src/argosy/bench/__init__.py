@@ -17,6 +17,7 @@ from argosy.bench.errors import BenchError
 from argosy.bench.export import format_csv, format_prometheus
 from argosy.bench.input_files import TraceRequest, read_trace
 from argosy.bench.metrics import (
+    PERCENTILES,
     MetricName,
     Objectives,
     RequestRow,

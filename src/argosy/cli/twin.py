@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import to_builtins
 from msgspec.structs import replace
 from typer import Argument, Option
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from argosy.bench import MetricName
     from argosy.deployment import ForecastFigure, ForecastRange, PoolForecast
     from argosy.store import Store, UsageFilter, UsageRecord
-    from argosy.twin import Scenario, TwinResult
+    from argosy.twin import FittedCost, Scenario, TwinResult
 
 MAX_SEEDS = 1_000_000
 MAX_REPLAYED = 200_000
@@ -86,11 +87,14 @@ def run(
 
     Exits with status 1 if an invariant did not hold for a seed.
     """
-    from argosy.twin import change_scenario, read_scenario
+    from argosy.twin import change_scenario, read_scenario, run_with_intervals
 
     try:
         scenario = change_scenario(read_scenario(scenario_files), changes or ())
-        results = list(_run_seeds(scenario, range(seed, seed + seeds), jobs))
+        if seeds == 1:
+            results = [run_with_intervals(scenario, seed)]
+        else:
+            results = list(_run_seeds(scenario, range(seed, seed + seeds), jobs))
     except ValueError as error:
         fail(str(error))
     failed = [result for result in results if result.failure]
@@ -152,6 +156,97 @@ def replay(
     ):
         typer.echo(f"--- {title}")
         _print_result(result)
+
+
+@app.command()
+def fit(
+    step_logs: Annotated[
+        list[Path],
+        Argument(
+            metavar="STEPS...",
+            help="Folders or files that replicas with --step-log have written.",
+            exists=True,
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Write the prices to this scenario file.")
+    ] = None,
+    scenario_file: Annotated[
+        Path | None,
+        Option(
+            "--scenario",
+            help="Scenario of the requests that were measured; finds the time outside the engine.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    result_file: Annotated[
+        Path | None,
+        Option(
+            "--result",
+            help="Result of `argosy bench` for the trace of that scenario.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    json: JsonOutput = False,
+) -> None:
+    """Fit the prices of a scenario to the steps of a live engine, each with its standard error.
+
+    The result is a scenario file with `engine.cost`, which `argosy twin run` takes after another one.
+    """
+    from argosy.bench import BenchError
+    from argosy.twin import fit_cost, read_steps
+
+    if (scenario_file is None) != (result_file is None):
+        fail("give --scenario and --result, or neither of them")
+    try:
+        fitted, request_s = fit_cost(read_steps(step_logs)), None
+        if scenario_file is not None and result_file is not None:
+            request_s = _fit_request_time(fitted, scenario_file, result_file)
+    except (BenchError, ValueError) as error:
+        fail(str(error))
+    if output is not None:
+        _write_fitted(output, fitted, request_s)
+    if json:
+        print_json({"request_s": request_s, **to_builtins(fitted)})
+    else:
+        _print_fitted(fitted, request_s)
+
+
+def _fit_request_time(fitted: FittedCost, scenario_file: Path, result_file: Path) -> float:
+    from argosy.bench import load_result
+    from argosy.twin import fit_request_time, read_scenario
+
+    scenario = read_scenario([scenario_file])
+    engine = replace(scenario.engine, cost=fitted.cost, hardware=None)
+    rows = [row for run in load_result(result_file).runs for row in run.rows]
+    return fit_request_time(replace(scenario, engine=engine), rows)
+
+
+def _print_fitted(fitted: FittedCost, request_s: float | None) -> None:
+    for name, value in to_builtins(fitted.cost).items():
+        error_s = getattr(fitted.standard_errors, name)
+        typer.echo(f"{name:>16} {1e6 * value:>12,.3f} us  +- {1e6 * error_s:,.3f}")
+    if request_s is not None:
+        typer.echo(f"{'request_s':>16} {1e6 * request_s:>12,.3f} us")
+    typer.echo(
+        f"{fitted.steps:,} steps, {fitted.outliers:,} outliers, median error {fitted.error:.1%} of a step"
+    )
+
+
+def _write_fitted(path: Path, fitted: FittedCost, request_s: float | None) -> None:
+    from argosy.settings import dump_yaml
+
+    engine = {"cost": to_builtins(fitted.cost), "cost_samples": to_builtins(fitted.samples)}
+    if request_s is not None:
+        engine["request_s"] = round(request_s, 6)
+    comment = f"# Prices fitted to {fitted.steps} steps by `argosy twin fit`.\n"
+    try:
+        path.write_text(comment + dump_yaml({"engine": engine}), encoding="utf-8")
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}", EXIT_FAILURE)
 
 
 @app.command()
@@ -278,6 +373,10 @@ def _print_result(result: TwinResult) -> None:
         stats = summary.latency[metric]
         values = (stats.mean, stats.p50, stats.p90, stats.p99, stats.p999)
         typer.echo(f"{metric.upper():>12} " + " ".join(f"{value:>10,.1f}" for value in values))
+        if result.intervals:
+            names = ("mean", "p50", "p90", "p99", "p999")
+            widths = [result.intervals[f"{metric}.{name}"] for name in names]
+            typer.echo(f"{'+-':>12} " + " ".join(f"{width:>10,.1f}" for width in widths))
     typer.echo(
         f"output {summary.output_token_rate:,.1f} tokens/s, utilisation {result.utilisation:.0%}, "
         f"{result.replica_hours:.2f} replica-hours, {result.cached_fraction:.0%} of prompts cached"

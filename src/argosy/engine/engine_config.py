@@ -291,6 +291,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ]
         | None
     ) = None
+    step_log: (
+        Annotated[
+            str,
+            option(
+                "Folder for the step log: what each step computes, and its duration, without texts. `argosy twin fit`"
+                " reads it. Each engine process writes up to 64 MiB.",
+                "Advanced",
+                metavar="FOLDER",
+            ),
+        ]
+        | None
+    ) = None
     request_timeout_s: (
         Annotated[float, option("Timeout of one request in seconds.", "Advanced", ge=0.001)] | None
     ) = None

@@ -8,10 +8,11 @@ a replica on an accelerator, and `capacity` finds out how many of them a load ne
 """
 
 from argosy.twin.change_forecast import forecast_change, show_value
+from argosy.twin.fitting import FittedCost, fit_cost, fit_request_time, read_steps
 from argosy.twin.ledger_replay import convert_records
 from argosy.twin.linear_cost import LinearStepCost
 from argosy.twin.result import TwinResult
-from argosy.twin.run import Plan, make_plan, run_scenario
+from argosy.twin.run import Plan, TwinRun, make_plan, run_scenario, run_with_intervals
 from argosy.twin.scenario import (
     Engine,
     Fault,
@@ -23,4 +24,4 @@ from argosy.twin.scenario import (
 )
 from argosy.twin.shrinking import shrink
 from argosy.twin.step_cost import StepCost
-from argosy.twin.workload import SimulatedRequest, Tenant, Workload
+from argosy.twin.workload import Lengths, SimulatedRequest, Span, Tenant, Workload

@@ -59,8 +59,6 @@ from argosy.twin.workload import SimulatedRequest, Span, Tenant, prompt_tokens
 
 ModelPool = PlacementPool[PlacementReplica]
 
-NETWORK_S = 0.0003
-"""Time from the gateway to a replica."""
 CONNECT_TIMEOUT_S = 2.0
 STALL_TIMEOUT_S = 10.0
 """Silence of a stream after which the gateway gives its replica up."""
@@ -82,6 +80,7 @@ class SimulatedGateway:
         duration_s: Time in which requests arrive. Later turns of sessions are left out.
         tenants: Tenants with their limits.
         placement_limits: Limits of queue and failover.
+        request_s: Time until a request that is sent reaches the engine of its replica.
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class SimulatedGateway:
         duration_s: float,
         tenants: Iterable[Tenant],
         placement_limits: PlacementLimits,
+        request_s: float,
     ) -> None:
         self.pools: dict[int, ModelPool] = {}
         """Pools by generation."""
@@ -107,6 +107,7 @@ class SimulatedGateway:
         self._simulation = simulation
         self._build_pool = build_pool
         self._rollout = rollout
+        self._request_s = request_s
         self._wake_at = 0.0
         self._duration_s = duration_s
         self._replicas = replicas
@@ -251,7 +252,7 @@ class SimulatedGateway:
         self.counts[attempt.mode.value] += 1
         simulation.trace(f"send {call.id} {name} {attempt.mode.value}")
         request.placement.record_sent(attempt, simulation.now)
-        simulation.call_later(NETWORK_S, partial(self._receive, call), 1)
+        simulation.call_later(self._request_s, partial(self._receive, call), 1)
 
     def _receive(self, call: Call) -> None:
         """Let a request reach its replica."""

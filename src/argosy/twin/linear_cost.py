@@ -23,6 +23,8 @@ class LinearStepCost(msgspec.Struct, frozen=True, kw_only=True):
     """Time to read the keys and values of one token that a decode attends to."""
     pair_s: float = 1.4e-7
     """Time for each pair of a token of a prompt and a token that it attends to."""
+    sequence_s: float = 0.0
+    """Time of each sequence, beside that of its tokens."""
 
     def step_seconds(
         self,
@@ -31,6 +33,19 @@ class LinearStepCost(msgspec.Struct, frozen=True, kw_only=True):
         prefill_chunks: Sequence[tuple[int, int]] = (),
     ) -> float:
         seconds = self.step_s + self.token_s * decode_rows + self.context_token_s * context_tokens
+        seconds += self.sequence_s * (decode_rows + len(prefill_chunks))
         for tokens, context in prefill_chunks:
             seconds += self.token_s * tokens + self.pair_s * tokens * (context + tokens / 2)
         return seconds
+
+
+def count_linear_work(
+    decode_rows: int, context_tokens: float, prefill_chunks: Sequence[tuple[int, int]]
+) -> tuple[float, ...]:
+    """Return how often a step has each price of `LinearStepCost`, in the order of its fields."""
+    pairs = 0.0
+    tokens = decode_rows
+    for count, context in prefill_chunks:
+        tokens += count
+        pairs += count * (context + count / 2)
+    return 1.0, tokens, context_tokens, pairs, decode_rows + len(prefill_chunks)

@@ -201,12 +201,7 @@ class SimulatedReplica:
 
     def _compute(self, plan: StepPlan, started_ns: int) -> None:
         """Let the step end when its price has passed."""
-        decodes, context, prefills = 0, 0, []
-        for start, count, samples in zip(plan.starts, plan.counts, plan.sample_counts, strict=True):
-            if count == 1 and samples and start:
-                decodes, context = decodes + 1, context + start + 1
-            else:
-                prefills.append((count, start))
+        decodes, context, prefills = plan.count_work()
         seconds = self._cost.step_seconds(decodes, context, prefills) * self.slowdown
         duration_ns = max(1, round(seconds * NS_PER_S))
         self.busy_ns += duration_ns

@@ -31,3 +31,7 @@ class TwinResult(msgspec.Struct, kw_only=True):
     """Actions of the controller by kind."""
     rollout: str
     """State of the last rollout; empty if there was none."""
+    intervals: dict[str, float] = {}
+    """Half widths of 95 % intervals, from the uncertainty of fitted prices. Empty if the scenario has none.
+
+    Their keys are `ttft.p50` and so on, in ms, and `output_token_rate`."""

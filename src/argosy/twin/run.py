@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from argosy.bench import parse_objectives, summarize
+from msgspec.structs import replace
+
+from argosy.bench import PERCENTILES, MetricName, RunSummary, parse_objectives, summarize
 from argosy.policy import Hedging
 from argosy.policy.autoscaling import AutoscalerSettings
 from argosy.policy.placement import (
@@ -32,6 +35,7 @@ HEAL_S = 600
 """Time after the last fault in which the fleet has to serve as declared. A rollout without requests takes a while."""
 HEAL_EVENTS = 50
 """Events between two looks at the fleet meanwhile."""
+INTERVAL_METRICS: tuple[MetricName, ...] = ("ttft", "tpot", "e2e")
 SWEEP_EVENTS = 2000
 """Events between two checks of all blocks, which take longer than most events."""
 
@@ -96,6 +100,40 @@ def run_scenario(scenario: Scenario, seed: int, plan: Plan | None = None) -> Twi
     return result
 
 
+def run_with_intervals(scenario: Scenario, seed: int) -> TwinResult:
+    """Run a scenario, and again with each of its `cost_samples`, whose results give the intervals.
+
+    Raises:
+        ValueError: The workload or an objective is not possible.
+        BenchError: A trace cannot be read.
+    """
+    if scenario.fidelity == "fluid" or not scenario.engine.cost_samples:
+        return run_scenario(scenario, seed)
+    plan = make_plan(scenario, seed)
+    result = run_scenario(scenario, seed, plan)
+    samples = [
+        _list_figures(
+            run_scenario(
+                replace(scenario, engine=replace(scenario.engine, cost=cost)), seed, plan
+            ).summary
+        )
+        for cost in scenario.engine.cost_samples
+    ]
+    if len(samples) > 1:
+        result.intervals = {
+            name: 1.96 * statistics.stdev(each[name] for each in samples) for name in samples[0]
+        }
+    return result
+
+
+def _list_figures(summary: RunSummary) -> dict[str, float]:
+    figures = {"output_token_rate": summary.output_token_rate}
+    for metric in INTERVAL_METRICS:
+        stats = summary.latency[metric]
+        figures |= {f"{metric}.{name}": getattr(stats, name) for name in ("mean", *PERCENTILES)}
+    return figures
+
+
 class TwinRun:
     """Simulation of one run with all its parts."""
 
@@ -127,6 +165,7 @@ class TwinRun:
                 queue=QueueLimits(timeout_s=pool.queue_timeout_s),
                 failover_timeout_s=pool.failover_timeout_s,
             ),
+            request_s=scenario.engine.request_s,
         )
         injector = FaultInjector(self.simulation, self.fleet, self.gateway)
         for fault in plan.faults:

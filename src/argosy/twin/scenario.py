@@ -60,6 +60,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_cache: bool = True
     ridge_tokens: Annotated[int, Meta(ge=1)] = 30
     cost: LinearStepCost = LinearStepCost()
+    cost_samples: tuple[LinearStepCost, ...] = ()
+    """Other prices that are as likely, from which a run computes its intervals. `argosy twin fit` writes them."""
+    request_s: Annotated[float, Meta(ge=0, le=60)] = 0.0003
+    """Time of a request outside the engine: network, gateway, tokenizer."""
     hardware: ReplicaHardware | None = None
     """Accelerators whose model prices the steps, in place of `cost`."""
 

@@ -15,14 +15,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace as replace_struct
+from tests.support.request_rows import bench_result
 from tests.support.usage_rows import usage_row
 from tools.twin_hashes import compute_hashes, read_golden
 from typer.testing import CliRunner
 
 import argosy.twin
+from argosy.bench import save_result
 from argosy.cli.app import app
 from argosy.engine import EngineRequest
-from argosy.engine.scheduling import BlockPool, Scheduler, StepResult
+from argosy.engine.scheduling import BlockPool, Scheduler, StepRecord, StepResult
 from argosy.policy import Bill, HealthCheck, Rates, RequestEnd, SlidingWindow, compute_bill
 from argosy.policy.autoscaling import Autoscaler
 from argosy.policy.placement import PlacementCore, PlacementPool, PlacementReplica
@@ -33,10 +36,13 @@ from argosy.protocol import SamplingParams
 from argosy.store import open_store
 from argosy.twin import (
     Engine,
+    LinearStepCost,
     PoolSettings,
     Scenario,
     Tenant,
+    TwinRun,
     Workload,
+    fit_cost,
     make_plan,
     read_scenario,
     run_scenario,
@@ -44,11 +50,12 @@ from argosy.twin import (
     write_scenario,
 )
 from argosy.twin import fleet as twin_fleet
-from argosy.twin.run import TwinRun
 from argosy.twin.scenario import RandomFaults
 from argosy.twin.workload import Lengths
 
-CORE = sorted(Path(argosy.twin.__file__).parent.glob("*.py"))
+CORE = sorted(
+    path for path in Path(argosy.twin.__file__).parent.glob("*.py") if path.name != "fitting.py"
+)
 CHAOS = Scenario(
     duration_s=40.0,
     pool=PoolSettings(replicas=3, start_s=5.0, hedge_after_s=2.0),
@@ -233,6 +240,101 @@ def test_command_prints_latencies_and_identity(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, ["twin", "run", str(file)])
     assert wrong.exit_code == 2
     assert "replica" in wrong.output
+
+
+PRICES = LinearStepCost(
+    step_s=0.004, token_s=5e-5, context_token_s=4e-7, pair_s=2e-8, sequence_s=3e-4
+)
+
+
+def _measure_steps(count: int, seed: int = 1) -> list[StepRecord]:
+    """Return steps that cost `PRICES` with some noise, and among them some that are far off."""
+    stream = random.Random(seed)
+    records = []
+    for _ in range(count):
+        decode_rows = stream.randrange(1, 12)
+        context_tokens = sum(stream.randrange(20, 1500) for _ in range(decode_rows))
+        prefill_chunks = [(stream.randrange(1, 256), stream.randrange(500))] * stream.randrange(2)
+        seconds = PRICES.step_seconds(decode_rows, context_tokens, prefill_chunks)
+        seconds *= stream.gauss(1.0, 0.05) * (1.0 if stream.random() < 0.98 else 8.0)
+        records.append(
+            StepRecord(
+                seconds=seconds,
+                decode_rows=decode_rows,
+                context_tokens=context_tokens,
+                prefill_chunks=prefill_chunks,
+            )
+        )
+    return records
+
+
+def test_fit_finds_prices_despite_outliers_with_honest_errors() -> None:
+    fitted = fit_cost(_measure_steps(4000))
+    assert fitted.outliers == pytest.approx(80, rel=0.4)
+    assert 0.01 < fitted.error < 0.06
+    for name, price in msgspec.structs.asdict(PRICES).items():
+        error = getattr(fitted.standard_errors, name)
+        assert abs(getattr(fitted.cost, name) - price) < 4 * error + 0.03 * price, name
+        assert 0 < error < 0.2 * price, name
+    assert len(set(fitted.samples)) == len(fitted.samples) > 5
+
+
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        (_measure_steps(20), "there are 20 steps"),
+        ([r for r in _measure_steps(900) if not r.prefill_chunks], "pair_s cannot be fitted"),
+        (
+            [
+                replace_struct(r, context_tokens=50 * r.decode_rows)
+                for r in _measure_steps(900)
+                if r.prefill_chunks
+            ],
+            "context_token_s and sequence_s cannot be separated",
+        ),
+    ],
+)
+def test_fit_names_prices_that_the_steps_do_not_determine(
+    records: list[StepRecord], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        fit_cost(records)
+
+
+def test_fitted_prices_are_a_scenario_whose_runs_have_intervals(tmp_path: Path) -> None:
+    log, trace, scenario, fitted = (
+        tmp_path / name for name in ("steps.jsonl", "trace.jsonl", "scenario.yaml", "fitted.yaml")
+    )
+    log.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in _measure_steps(900)))
+    trace.write_text(
+        "".join(
+            f'{{"timestamp": {900 * number}, "input_length": 200, "output_length": 20}}\n'
+            for number in range(8)
+        )
+    )
+    scenario.write_text(f"duration_s: 10\npool: {{replicas: 1}}\nworkload: {{trace: {trace}}}\n")
+    command = ["twin", "fit", str(log), "--output", str(fitted)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    runs = CliRunner().invoke(app, ["twin", "run", str(scenario), str(fitted), "--json"])
+    (run,) = json.loads(runs.output)
+    assert 0 < run["intervals"]["tpot.p50"] < 0.1 * run["summary"]["latency"]["tpot"]["p50"]
+
+    outside_s = 0.25
+    twin = TwinRun(read_scenario([scenario, fitted]), 1, make_plan(read_scenario([scenario]), 1))
+    twin.run()
+    rows = [
+        replace_struct(row, chunks_s=[at + outside_s for at in row.chunks_s])
+        for row in twin.gateway.rows
+    ]
+    result = tmp_path / "result.json"
+    save_result(bench_result(rows), result)
+    command += ["--scenario", str(scenario), "--result", str(result), "--json"]
+    found = CliRunner().invoke(app, command)
+    assert json.loads(found.output)["request_s"] == pytest.approx(outside_s, abs=0.001)
+    assert read_scenario([fitted]).engine.request_s == pytest.approx(outside_s, abs=0.001)
+    alone = CliRunner().invoke(app, command[:-3])
+    assert alone.exit_code == 2
+    assert "--result" in alone.output
 
 
 def _leak_a_block(pool: BlockPool, blocks: list[int]) -> None:

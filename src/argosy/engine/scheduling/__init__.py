@@ -38,5 +38,6 @@ from argosy.engine.scheduling.step_plan import (
     SequenceFailure,
     StepDurations,
     StepPlan,
+    StepRecord,
     StepResult,
 )

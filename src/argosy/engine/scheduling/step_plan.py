@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
 
 from argosy.engine.pooling import PoolingParams
 from argosy.protocol import SamplingParams
@@ -78,6 +80,37 @@ class StepPlan:
     def num_drafts(self) -> int:
         """Number of these tokens that are drafts."""
         return sum(map(len, self.draft_tokens.values()))
+
+    def count_work(self) -> tuple[int, int, list[tuple[int, int]]]:
+        """Return what the duration of the step depends on.
+
+        Returns:
+            Rows that decode a token or verify a draft, the tokens in the KV cache of their sequences, and for each
+            other chunk its tokens and those before it.
+        """
+        decode_rows, context_tokens, prefill_chunks = 0, 0, []
+        for start, count, samples in zip(self.starts, self.counts, self.sample_counts, strict=True):
+            if count == samples and start:
+                decode_rows, context_tokens = decode_rows + count, context_tokens + start + 1
+            else:
+                prefill_chunks.append((count, start))
+        return decode_rows, context_tokens, prefill_chunks
+
+
+StepTokens = Annotated[int, Meta(ge=0, le=1_000_000_000)]
+
+
+class StepRecord(Struct, frozen=True, kw_only=True):
+    """Work and duration of a step that an engine has computed, as a line of its step log has them."""
+
+    seconds: Annotated[float, Meta(ge=0, le=86_400)]
+    """Time from the end of the step before, or from its own beginning if the engine was idle."""
+    decode_rows: Annotated[int, Meta(ge=0, le=1_000_000)]
+    """Tokens of sequences that decode, with their drafts."""
+    context_tokens: Annotated[int, Meta(ge=0, le=1 << 40)]
+    """Tokens in the KV cache of these sequences, summed."""
+    prefill_chunks: list[tuple[StepTokens, StepTokens]]
+    """Tokens of each other chunk, and the tokens of its sequence before it."""
 
 
 class Logprob(NamedTuple):

@@ -54,6 +54,7 @@ from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
 from argosy.engine.serving.engine_core.held_requests import HeldRequest, HeldRequests
 from argosy.engine.serving.engine_core.out_of_memory import is_out_of_memory
 from argosy.engine.serving.engine_core.speculation import Speculation
+from argosy.engine.serving.engine_core.step_log import StepLog
 from argosy.engine.serving.engine_core.step_stats import (
     ConstraintStats,
     SpeedEstimator,
@@ -85,7 +86,7 @@ TOO_MUCH_MEMORY = SequenceFailure(
 
 
 class EngineCore:
-    """Model with its scheduler and executor. Single-threaded, without I/O of its own."""
+    """Model with its scheduler and executor. Single-threaded, without I/O of its own but for the step log."""
 
     def __init__(
         self,
@@ -143,6 +144,7 @@ class EngineCore:
         self._phase_s = dict.fromkeys(("plan", "launch", "compute", "sample", "commit"), 0.0)
         """Seconds of each phase since the start. Phases overlap while several steps are in flight."""
         self._speed = SpeedEstimator()
+        self._step_log = None if config.step_log is None else StepLog(config.step_log)
         self._queued_tokens = 0
         self._queue_reported_at = float("-inf")
         self._kv_reported_at = float("-inf")
@@ -319,12 +321,16 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Stop the threads. The core cannot be used any more."""
+        """Stop the threads, and close the step log. The core cannot be used any more."""
+        if self._step_log is not None:
+            self._step_log.close()
         self._grammars.close()
 
     def step(self) -> StepOutputs:
         """Run one engine step. Raises only after too many consecutive failed steps, when the worker is broken."""
         started_at = self._clock()
+        if self._step_log is not None:
+            self._step_log.begin_step(started_at)
         self._device.begin_step(started_at)
         self._adapters.advance(started_at)
         if self._held:
@@ -422,7 +428,10 @@ class EngineCore:
         phase_s["launch"] += durations.launch_s
         phase_s["compute"] += durations.compute_s
         phase_s["sample"] += durations.sample_s
-        phase_s["commit"] += self._clock() - collected_at
+        ended_at = self._clock()
+        phase_s["commit"] += ended_at - collected_at
+        if self._step_log is not None:
+            self._step_log.end_step(plan, ended_at, has_work=self.scheduler.has_work)
         self._constraint_stats.record_step(result, deltas)
         self._speed.record_step(plan, result)
         if self.speculation is not None:
