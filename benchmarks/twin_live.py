@@ -5,7 +5,8 @@
 The bundled model is served by one replica, and then by three behind the gateway, of which one is killed (`kill -9`).
 For each of them, prices and the time outside the engine are fitted to one run (`argosy twin fit`). The twin then
 predicts another run with another rate, other lengths and another time of the kill. `argosy bench` and the twin read the
-same trace file.
+same trace file. While the killed replica starts, it takes CPU time from the others, as they share the CPUs. By how much
+their steps then take longer is measured in the first run too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,7 @@ import msgspec
 from msgspec.structs import replace
 
 from argosy.bench import RunResult, RunSummary, load_result
+from argosy.engine.scheduling import StepRecord
 from argosy.twin import (
     Engine,
     Fault,
@@ -44,6 +47,8 @@ from benchmarks.server_process import RunningServer, run_server, wait_for_replic
 
 MAX_SEQS = 16
 KV_BLOCKS = 2048
+DETECTION_S = 1.0
+"""Mean time until the simulated controller starts a replica again that has exited."""
 GOALS = {"tpot mean": 5.0, "ttft p50": 10.0, "ttft p99": 20.0}
 """Largest errors in percent that section 7.2 of the design allows."""
 
@@ -72,7 +77,7 @@ class Setup(NamedTuple):
 
 SETUPS = (
     Setup("engine", 1, Load(1, 3.0, 150, 40, None), Load(2, 4.5, 220, 60, None)),
-    Setup("fleet", 3, Load(3, 3.0, 150, 40, 0.4), Load(4, 4.5, 220, 60, 0.55)),
+    Setup("fleet", 3, Load(3, 1.5, 150, 40, 0.4), Load(4, 2.0, 220, 60, 0.55)),
 )
 
 
@@ -82,6 +87,8 @@ class LiveRun(NamedTuple):
     run: RunResult
     killed_s: float | None
     """Time of the kill after the start of the run."""
+    killed_at: float
+    """The same on the monotonic clock."""
     restart_s: float
     """Time from the kill until all replicas were ready."""
 
@@ -101,6 +108,14 @@ def write_trace(path: Path, load: Load, seconds: float) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+class Restart(NamedTuple):
+    """Restart of a replica on the CPUs that the others use."""
+
+    seconds: float
+    slowdown: float
+    """Factor by which the steps of the others take longer meanwhile."""
+
+
 async def measure(
     server: RunningServer, replicas: int, trace: Path, kill_s: float | None
 ) -> LiveRun:
@@ -108,44 +123,67 @@ async def measure(
     result_path = trace.with_suffix(".result.json")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "argosy.cli", "bench", "--url", server.url, "--trace", trace),
-        *("--warmup", "8", "--save", result_path),
+        *("--save", result_path),
         stdout=asyncio.subprocess.DEVNULL,
         env=os.environ | {"ARGOSY_API_KEY": ""},
     )
-    killed_at, restart_s = None, 0.0
+    killed, killed_at, restart_s = None, 0.0, 0.0
     if kill_s is not None:
         await asyncio.sleep(kill_s)
         replica = await server.find_busy_replica(random.Random(0))
         replica.kill()
-        killed_at = time.time()
+        killed, killed_at = time.time(), time.monotonic()
         await asyncio.sleep(0.5)
         await wait_for_replicas(server, replicas)
-        restart_s = time.time() - killed_at
+        restart_s = time.monotonic() - killed_at
     if await process.wait():
         raise SystemExit("argosy bench failed")
     (run,) = load_result(result_path).runs
     started_at = datetime.fromisoformat(run.started_at).timestamp()
-    return LiveRun(run, None if killed_at is None else killed_at - started_at, restart_s)
+    killed_s = None if killed is None else killed - started_at
+    return LiveRun(run, killed_s, killed_at, restart_s)
 
 
 def describe(
-    setup: Setup, trace: Path, seconds: float, live: LiveRun, restart_s: float
+    setup: Setup, trace: Path, seconds: float, live: LiveRun, engine: Engine, restart: Restart
 ) -> Scenario:
-    """Return the scenario of a measured run: its requests, its fault, and the limits that the replicas were given."""
-    faults = () if live.killed_s is None else (Fault(kind="kill", at_s=round(live.killed_s, 3)),)
+    """Return the scenario of a measured run: its requests and its kill, with the prices and the restart as fitted."""
+    faults: list[Fault] = []
+    if live.killed_s is not None:
+        faults.append(Fault(kind="kill", at_s=round(live.killed_s, 3)))
+        faults += [
+            Fault(
+                kind="slow",
+                at_s=round(live.killed_s + 0.01, 3),
+                replica=number,
+                duration_s=restart.seconds,
+                factor=restart.slowdown,
+            )
+            for number in range(setup.replicas - 1)
+        ]
     return Scenario(
         duration_s=seconds + 1.0,
-        pool=PoolSettings(replicas=setup.replicas, zones=1, start_s=max(0.1, round(restart_s, 3))),
-        engine=Engine(
-            max_seqs=MAX_SEQS,
-            max_step_tokens=1024,
-            max_prefill_fraction=0.25,
-            max_model_len=2048,
-            kv_blocks=KV_BLOCKS,
+        pool=PoolSettings(
+            replicas=setup.replicas, zones=1, start_s=max(0.1, restart.seconds - DETECTION_S)
         ),
+        engine=engine,
         workload=Workload(trace=str(trace)),
-        faults=faults,
+        faults=tuple(faults),
     )
+
+
+def fit_restart(live: LiveRun, records: Sequence[StepRecord]) -> tuple[FittedCost, Restart]:
+    """Fit the prices to the steps outside the restart, and find by how much those within it take longer."""
+    until = live.killed_at + live.restart_s
+    within = [record for record in records if live.killed_at < record.ended_at < until]
+    outside = [record for record in records if not live.killed_at < record.ended_at < until]
+    fitted = fit_cost(outside if len(outside) > len(within) else records)
+    expected_s = sum(
+        fitted.cost.step_seconds(each.decode_rows, each.context_tokens, each.prefill_chunks)
+        for each in within
+    )
+    slowdown = sum(each.seconds for each in within) / expected_s if len(within) > 20 else 1.0
+    return fitted, Restart(round(live.restart_s, 3), max(1.0, round(slowdown, 3)))
 
 
 async def run_setup(
@@ -170,16 +208,19 @@ async def run_setup(
             if len(runs) == 1:
                 records = read_steps([steps])
     first, second = runs
-    fitted = fit_cost(records)
-    scenario = describe(setup, traces[0], seconds, first, first.restart_s)
-    scenario = replace(
-        scenario,
-        engine=replace(scenario.engine, cost=fitted.cost, cost_samples=fitted.samples),
+    fitted, restart = fit_restart(first, records)
+    engine = Engine(
+        max_seqs=MAX_SEQS,
+        max_step_tokens=1024,
+        max_prefill_fraction=0.25,
+        max_model_len=2048,
+        kv_blocks=KV_BLOCKS,
+        cost=fitted.cost,
+        cost_samples=fitted.samples,
     )
-    request_s = fit_request_time(scenario, first.run.rows)
-    predicted = describe(setup, traces[1], seconds, second, first.restart_s)
-    engine = replace(scenario.engine, request_s=round(request_s, 6))
-    return fitted, replace(predicted, engine=engine), second
+    replayed = describe(setup, traces[0], seconds, first, engine, restart)
+    engine = replace(engine, request_s=round(fit_request_time(replayed, first.run.rows), 6))
+    return fitted, describe(setup, traces[1], seconds, second, engine, restart), second
 
 
 def list_figures(summary: RunSummary) -> dict[str, tuple[float, str]]:
@@ -260,6 +301,9 @@ def main(arguments: list[str] | None = None) -> int:
                         "fit": fit,
                         "request_s": scenario.engine.request_s,
                         "start_s": scenario.pool.start_s,
+                        "restart_slowdown": [f.factor for f in scenario.faults if f.kind == "slow"][
+                            :1
+                        ],
                         "utilisation": round(predicted.utilisation, 3),
                         "load_average": round(os.getloadavg()[0], 2),
                     }

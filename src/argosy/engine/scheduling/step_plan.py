@@ -105,6 +105,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
 
     seconds: Annotated[float, Meta(ge=0, le=86_400)]
     """Time from the end of the step before, or from its own beginning if the engine was idle."""
+    ended_at: float = 0.0
+    """Time of its end on the machine's monotonic clock, in seconds."""
     decode_rows: Annotated[int, Meta(ge=0, le=1_000_000)]
     """Tokens of sequences that decode, with their drafts."""
     context_tokens: Annotated[int, Meta(ge=0, le=1 << 40)]

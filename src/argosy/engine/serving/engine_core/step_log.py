@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 MAX_LOG_BYTES = 64 << 20
 """Size of the file of one process, after which no more steps are logged."""
-BUFFER_BYTES = 64 << 10
+BUFFER_BYTES = 8 << 10
 
 
 class StepLog:
@@ -58,6 +58,7 @@ class StepLog:
             decode_rows, context_tokens, prefill_chunks = plan.count_work()
             record = StepRecord(
                 seconds=round(now - self._began_at, 7),
+                ended_at=round(now, 6),
                 decode_rows=decode_rows,
                 context_tokens=context_tokens,
                 prefill_chunks=prefill_chunks,
