@@ -584,7 +584,10 @@ class BatchStore:
         return holders - {""}
 
     def release_holder(self, holder: str) -> int:
-        """Release all claims of a gateway that has stopped. Returns the number of lines that wait again."""
+        """Release all claims of a gateway that has stopped. Returns the number of lines that wait again.
+
+        The claims do not count as attempts, since the end of a gateway is no failure of its lines.
+        """
         with self._database.write_transaction() as connection:
             connection.execute(
                 update(schema.batches).where(_batches.holder == holder).values(holder="")
@@ -592,7 +595,7 @@ class BatchStore:
             return connection.execute(
                 update(schema.batch_lines)
                 .where(_lines.holder == holder, _lines.state == "running")
-                .values(state="queued", holder="")
+                .values(state="queued", holder="", attempts=_lines.attempts - 1)
             ).rowcount
 
     def release_unknown(self, holder: str, known: Collection[ClaimedLine]) -> None:

@@ -206,6 +206,19 @@ def test_a_lost_validation_writes_nothing_more(store: Store) -> None:
     ]
 
 
+@RULES
+def test_only_failures_count_as_attempts_of_a_line(store: Store) -> None:
+    store.batches.create(new_batch(), LINES)
+    for _ in range(3):
+        (line,) = store.batches.claim_lines("g1", "batch_1", "chat", 1)
+        assert line.attempts == 1
+        store.batches.release_holder("g1")  # its gateway was killed
+    (line,) = store.batches.claim_lines("g2", "batch_1", "chat", 1)
+    store.batches.release_lines([(line, True)])
+    (line,) = store.batches.claim_lines("g2", "batch_1", "chat", 1)
+    assert line.attempts == 2
+
+
 def test_a_holder_has_stopped_once_its_heartbeat_stays_the_same() -> None:
     clock = FakeClock(0.0)
     monitor = HolderMonitor(clock, lapse_after_s=45.0)
