@@ -76,19 +76,17 @@ _days = schema.usage_days.c
 RequestCount = tuple[ColumnElement[Any], ColumnElement[Any]]
 """Aggregates that count requests: over single records, and over daily sums."""
 _ALL_REQUESTS: RequestCount = (func.count(), func.sum(_days.requests))
-_CHARGED_REQUESTS: RequestCount = (
-    func.count().filter(
-        or_(
-            schema.usage.c.output_tokens > 0,
-            and_(schema.usage.c.status.not_in(("failed", "refused")), schema.usage.c.replica != ""),
-        )
-    ),
+_IS_CHARGED = or_(
+    schema.usage.c.output_tokens > 0,
+    and_(schema.usage.c.status.not_in(("failed", "refused")), schema.usage.c.replica != ""),
+)
+"""Requests without output count only if they were sent to a replica and neither failed nor were refused."""
+_IS_ONLINE = schema.usage.c.service_tier != "batch"
+_LIMITED_REQUESTS: RequestCount = (
+    func.count().filter(_IS_CHARGED, _IS_ONLINE),
     func.sum(_days.requests - _days.unanswered),
 )
-"""Requests that count against limits.
-
-Requests without output count only if they were sent to a replica and neither failed nor were refused.
-"""
+"""Requests that count against limits. Lines of batches only use budgets, but daily sums have them too."""
 _COLUMN_NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _INSERT_SQL = {
     dialect: f"INSERT INTO usage ({_COLUMN_NAMES}) VALUES ({', '.join([mark] * len(_COLUMNS))}) "  # noqa: S608
@@ -288,6 +286,7 @@ class Ledger:
                 request_count[0],
                 groups,
                 _ended_at_conditions(where) + owner_conditions(schema.usage),
+                _IS_ONLINE if request_count is _LIMITED_REQUESTS else None,
             ),
             _select_sums(
                 schema.usage_days,
@@ -350,7 +349,7 @@ class Ledger:
         """Sum the usage of owners since a time, by model, as limits count it.
 
         The usage of a key includes that of the keys that it replaced by rotation. Requests that are not charged are not
-        counted, see `_CHARGED_REQUESTS`.
+        counted, and lines of batches only by their cost, see `_LIMITED_REQUESTS`.
 
         Returns rows by model for each owner id. Owners without usage are left out.
         """
@@ -367,7 +366,7 @@ class Ledger:
         ids, where = list(owners_by_id), UsageFilter(since=since)
         for start in range(0, len(ids), MAX_OWNERS_PER_QUERY):
             batch = ids[start : start + MAX_OWNERS_PER_QUERY]
-            for row in self._query_report((owner_kind, "model"), where, _CHARGED_REQUESTS, batch):
+            for row in self._query_report((owner_kind, "model"), where, _LIMITED_REQUESTS, batch):
                 for owner in owners_by_id[getattr(row, owner_kind)]:
                     found.setdefault(owner, []).append(row)
         return found
@@ -702,7 +701,7 @@ def _replace_by_sums(connection: Connection, past: ColumnElement[bool]) -> int:
     rows, days = schema.usage, schema.usage_days
     insert = conflict_aware_insert(connection, days)
     sums = _select_sums(rows, func.count(), _REPORT_GROUPS, [past])
-    sums = sums.add_columns(func.count() - _CHARGED_REQUESTS[0])
+    sums = sums.add_columns(func.count() - func.count().filter(_IS_CHARGED))
     summed = ("requests", *_SUMMED_COLUMNS, "unanswered")
     connection.execute(
         insert.from_select([*_REPORT_GROUPS, *summed], sums).on_conflict_do_update(
@@ -723,9 +722,18 @@ def _select_sums(
     request_count: ColumnElement[Any],
     groups: Sequence[ReportGroup],
     where: Sequence[ColumnElement[bool]],
+    with_tokens: ColumnElement[bool] | None = None,
 ) -> Select[Any]:
+    """Return the query of sums by group. Only rows `with_tokens` count with their tokens; None for all."""
     columns = [table.c[name] for name in groups]
-    summed = [cast(func.sum(table.c[name]), BigInteger).label(name) for name in _SUMMED_COLUMNS]
+    sums = {name: func.sum(table.c[name]) for name in _SUMMED_COLUMNS}
+    summed = [
+        cast(
+            total if with_tokens is None or name == "nano_dollars" else total.filter(with_tokens),
+            BigInteger,
+        ).label(name)
+        for name, total in sums.items()
+    ]
     query = select(*columns, cast(request_count, BigInteger).label("requests"), *summed)
     return query.where(*where).group_by(*columns)
 

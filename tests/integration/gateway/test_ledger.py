@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import psycopg
 import pytest
 from psycopg import sql
@@ -470,6 +471,9 @@ async def test_restarted_gateway_seeds_limits_from_usage_table(tmp_path: Path) -
             for number, age in enumerate((30, 3000, 4000, 90_000))
         ]
     )
+    # A line of a batch only counts against budgets.
+    line = msgspec.structs.replace(make_past_record(9, TODAY - 30), service_tier="batch")
+    store.ledger.add_records([line])
     limits = LimitFilter(LocalQuotaBackend(), clock)
     limits.apply_snapshot(
         make_snapshot(
@@ -489,7 +493,7 @@ async def test_restarted_gateway_seeds_limits_from_usage_table(tmp_path: Path) -
         ("requests", "second", 0),
         ("requests", "month", 4),
         ("tokens", "month", 4 * 110),
-        ("nano_dollars", "day", 3 * 7),
+        ("nano_dollars", "day", 4 * 7),
     ]
     complete(limits, context)
     clock.now += 1300.0
