@@ -136,19 +136,25 @@ async def test_killed_processes_lose_and_repeat_no_line(
                 await wait_ended(calm)
                 expected = normalise(await read_output(running[0].url, key, calm))
                 disturbed = await create(running[1].url, key, lines)
-                victims: list[GatewayProcess | ReplicaProcess | None] = [*running, *replicas]
-                victims += [None] * has_server
-                for number in range(kills):
-                    await asyncio.sleep(draws.uniform(0.5, 2.0))
-                    victim = draws.choice(victims)
-                    batch = await find(disturbed)
-                    if batch.status not in OPEN:
-                        assert number >= kills // 2
-                        break
-                    if victim is None:
+                victims: list[GatewayProcess | ReplicaProcess] = [*running, *replicas]
+                restarts: dict[int, asyncio.Task[None]] = {}
+                for number in range(kills):  # evenly over the lines, however fast they are
+                    while (await find(disturbed)).completed < lines * (number + 0.5) / kills:  # noqa: ASYNC110 - as above
+                        await asyncio.sleep(0.1)
+                    choices = [
+                        index
+                        for index in range(len(victims) + has_server)
+                        if index not in restarts or restarts[index].done()
+                    ]
+                    if not choices:
+                        await asyncio.wait(restarts.values(), return_when=asyncio.FIRST_COMPLETED)
+                        continue
+                    index = draws.choice(choices)
+                    if index == len(victims):
                         await asyncio.to_thread(cut_connections, url)
                     else:
-                        await restart_later(victim)
+                        restarts[index] = asyncio.create_task(restart_later(victims[index]))
+                await asyncio.gather(*restarts.values())
                 await wait_ended(disturbed)
                 output = await read_output(running[0].url, key, disturbed)
         finally:
