@@ -230,8 +230,8 @@ def run_speculation() -> Finding:
     """Decode batches of several sizes with drafts, and compare with decoding without them."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
     makers: dict[str, Callable[[], SimulatedDrafts]] = {
-        "policy, 80 % accepted": lambda: SimulatedDrafts(0.8, 256, SEED),
-        "policy, 40 % accepted": lambda: SimulatedDrafts(0.4, 256, SEED),
+        "policy, 80 %": lambda: SimulatedDrafts(0.8, 256, SEED),
+        "policy, 40 %": lambda: SimulatedDrafts(0.4, 256, SEED),
         "always 8, 80 %": lambda: SimulatedDrafts(0.8, 256, SEED, fixed=8),
         "always 8, 40 %": lambda: SimulatedDrafts(0.4, 256, SEED, fixed=8),
     }
