@@ -116,6 +116,12 @@ class PathTracer:
 Profile = Callable[[FrameType, str, Any], object]
 
 
+@pytest.fixture(autouse=True)
+def samples_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only the first request be read for the detection of changes. Others are not sampled for two seconds."""
+    monkeypatch.setattr("argosy.gateway.proxy.traffic_sampler.INTERVAL_S", 3600.0)
+
+
 async def trace_requests(folder: Path, mode: str) -> tuple[int, set[type]]:
     """Return the calls of one request, and the classes of which each request makes objects."""
     server = await asyncio.get_running_loop().create_server(Replica, "127.0.0.1", 0)

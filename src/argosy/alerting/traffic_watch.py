@@ -14,6 +14,7 @@ from argosy.deployment import AlertingConfig
 from argosy.policy.alerting import AlertCondition, Severity
 from argosy.policy.detection import (
     EVENTS,
+    AcceptedVersion,
     CellKey,
     CellMinute,
     MonitorState,
@@ -30,12 +31,17 @@ STATE_NAME = "traffic/state"
 STATUS_NAME = "traffic/status"
 STATE_INTERVAL_S = 900.0
 STATUS_INTERVAL_S = 60.0
+ACCEPTED_S = 86_400.0
+"""Time after a version was accepted in which its traffic may show what it changes."""
 MAX_STATUSES = 200
 MAX_SHOWN_EVENTS = 4
 MIN_SHOWN_EXCESS = 0.3
 """Part of the excess beyond its part of the requests from which a slice is named."""
+MIN_SHOWN_WAIT_S = 0.1
 
 DRIFT, DEVIATION = "TrafficDrift", "ReplicaDeviates"
+ReadAccepted = Callable[[], Sequence[AcceptedVersion]]
+"""Returns the versions whose rollouts have passed their gates lately. Blocks on the store."""
 CellReader = Callable[[], Awaitable[Sequence[CellMinute]]]
 """Returns the minutes of all gateways that it has not returned before. Raises nothing for a gateway that is silent."""
 
@@ -49,6 +55,8 @@ class TrafficStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of the last day, first those that differ most from what was expected."""
     learning: Sequence[str] = ()
     """Models whose baseline is not known yet."""
+    accepted: Sequence[AcceptedVersion] = ()
+    """Versions whose rollouts have passed their gates, with the changes that are expected since."""
 
 
 def read_traffic_status(store: FleetStore, fleet: str) -> TrafficStatus:
@@ -70,6 +78,7 @@ class TrafficWatch:
         store: Keeps the baselines; None only keeps them in memory.
         fleet: Name of the fleet; empty for gateways without one.
         read_config: Returns the settings in force.
+        read_accepted: Reads the versions whose changes are no drift.
     """
 
     def __init__(
@@ -78,11 +87,14 @@ class TrafficWatch:
         store: FleetStore | None,
         fleet: str,
         read_config: Callable[[], AlertingConfig] = AlertingConfig,
+        *,
+        read_accepted: ReadAccepted = tuple,
     ) -> None:
         self._read_cells = read_cells
         self._store = store
         self._fleet = fleet
         self._read_config = read_config
+        self._read_accepted = read_accepted
         self.monitor = TrafficMonitor()
         self.is_learning = True
         """Whether the baselines learn from the current hour. Nothing is learned from incidents."""
@@ -98,6 +110,8 @@ class TrafficWatch:
             self.monitor.add(minute.start, minute.cells)
         advance = partial(self.monitor.advance, now, is_learning=self.is_learning)
         await run_in_daemon_thread(advance)  # it may take 0.1 s
+        if now - self._status_saved_at >= STATUS_INTERVAL_S:
+            await self._accept_versions(now)
         await self._save(now)
         return self._describe()
 
@@ -158,6 +172,16 @@ class TrafficWatch:
     def _severity(self, name: str) -> Severity:
         return "page" if name in self._read_config().page_for else "ticket"
 
+    async def _accept_versions(self, now: float) -> None:
+        try:
+            accepted = await run_in_daemon_thread(self._read_accepted)
+        except (StoreError, ValueError) as error:
+            log.warning("traffic_versions_unreadable", reason=str(error))
+            return
+        for each in accepted:
+            if each.at > now - ACCEPTED_S:
+                self.monitor.accept_version(each.model, each.version, each.at)
+
     async def _load(self) -> None:
         assert self._store is not None  # noqa: S101 - otherwise nothing is to load
         read = partial(self._store.read_documents, self._fleet, STATE_NAME)
@@ -181,6 +205,7 @@ class TrafficWatch:
             status = TrafficStatus(
                 streams=self.monitor.statuses()[:MAX_STATUSES],
                 learning=self.monitor.learning_models(),
+                accepted=self.monitor.accepted,
             )
             documents[STATUS_NAME] = msgspec.json.encode(status)
         if now - self._state_saved_at >= STATE_INTERVAL_S:
@@ -204,12 +229,28 @@ class TrafficWatch:
 
 def describe_deviation(deviation: StreamDeviation) -> str:
     """Return a sentence with the numbers of a deviation."""
-    what = next(each.description for each in EVENTS if each.name == deviation.event)
     since = datetime.fromtimestamp(deviation.onset, UTC).strftime("%H:%M")
+    if deviation.kind == "volume":
+        return _describe_volume(deviation, since)
+    what = next(each.description for each in EVENTS if each.name == deviation.event)
     usual = "of its siblings" if deviation.kind == "sibling" else "are usual at this hour"
     return (
         f"Since {since} UTC {deviation.share:.1%} of the requests {what}; "
         f"{deviation.expected:.1%} {usual}."
+    )
+
+
+def _describe_volume(deviation: StreamDeviation, since: str) -> str:
+    """Return a sentence about a tenant that sends far more tokens than before."""
+    usual = deviation.usual_tokens_per_s
+    before = (
+        f", {deviation.tokens_per_s / usual:.1f} times those of its busiest hour" if usual else ""
+    )
+    waiting = f" Requests of others wait {deviation.others_wait_s:.1f} s."
+    return (
+        f"Since {since} UTC it sends {deviation.tokens_per_s:.0f} tokens per second{before},"
+        f" and takes {deviation.share:.0%} of those of the model."
+        f"{waiting if deviation.others_wait_s >= MIN_SHOWN_WAIT_S else ''}"
     )
 
 

@@ -156,6 +156,13 @@ def drift(
     )
     if status["learning"]:
         typer.echo(f"Learning, for the first seven days: {', '.join(status['learning'])}.")
+    for each in status["accepted"]:
+        ratios = ", ".join(f"{name} x{ratio:.1f}" for name, ratio in each["ratios"].items())
+        line = (
+            f"{each['model']}: version {each['version'][:12]} passed its gate at"
+            f" {format_timestamp(each['at'], 'seconds')}; expected since: {ratios or 'no change'}."
+        )
+        typer.echo(strip_control_characters(line))
 
 
 def _describe(found: dict[str, Any]) -> list[str]:

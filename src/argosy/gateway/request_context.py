@@ -226,6 +226,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Message with which a route refuses the request, unless the cache has an answer."""
     conversation: bytes = b""
     """Key of the conversation, for a route that is sticky."""
+    is_sampled: bool = False
+    """Whether the `TrafficSampler` reads it when it has ended."""
     draft: tuple[UsageRecord, Rates] | None = None
     """Ledger row and prices of the smaller model's answer, while the filters count it before the larger one answers."""
     content: ContentSession | None = None

@@ -73,6 +73,7 @@ from argosy.gateway.proxy import (
     FastPath,
     ResponseCache,
     RoutingPreviewer,
+    TrafficSampler,
     load_fast_path,
 )
 from argosy.gateway.quality_jobs import QualityJobs
@@ -491,7 +492,9 @@ class GatewayServer:
                 generation.count_by_tenant,
                 lambda: {} if fleet_pools is None else fleet_pools.desired_replicas_by_model,
             )
-            self._parts.append(GatewayPart(tasks=[run_series]))
+            sampler = TrafficSampler(self._series.recorder.cells.add_signals)
+            generation.traffic_sampler = sampler
+            self._parts.append(GatewayPart(tasks=[run_series, sampler.run]))
         if peers is not None:
             self._parts.append(GatewayPart(start=peers.register, tasks=[peers.keep_registered]))
             routes += self._build_peer_routes(peers, generation, series_queries)

@@ -5,7 +5,7 @@ through a `ModelClient` for each model, grades the answers by assertions and a j
 `policy.quality` has enough evidence. The reports write its `RunResult` as JSON lines and as JUnit XML.
 """
 
-from argosy.quality.assertions import Answer, check_answer
+from argosy.quality.assertions import Answer, check_answer, check_calls
 from argosy.quality.golden_set import GoldenSet, decode_set
 from argosy.quality.golden_set_run import DEFAULT_MARGIN, GoldenSetRun, RunResult, RunSummary
 from argosy.quality.judge import MAX_JUDGED_CHARS, build_grading, read_score

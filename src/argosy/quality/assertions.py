@@ -72,7 +72,7 @@ def check_answer(answer: Answer, response_format: object = None) -> str:
     It must not be empty or a refusal, and must have the JSON of its `response_format` and tool calls that can be read.
     """
     if answer.tool_calls:
-        return _find_call_problem(answer)
+        return check_calls(answer)
     if not answer.text.strip():
         return "the answer is empty"
     if answer.refusal or _REFUSAL.match(answer.text):
@@ -114,7 +114,7 @@ def _find_problem(assertion: Assertion, answer: Answer) -> str:
         case "is-json" | "contains-json":
             return _find_json_problem(text, value, is_whole=assertion.type == "is-json")
         case "is-valid-openai-tools-call":
-            return _find_call_problem(answer)
+            return check_calls(answer)
         case "latency":
             return (
                 ""
@@ -167,20 +167,46 @@ def _check_document(text: str, schema: Schema | None) -> str:
     return validate_document(constraint, text) or ""
 
 
-def _find_call_problem(answer: Answer) -> str:
+def check_calls(answer: Answer, tools: object = None) -> str:
+    """Return what is wrong with the tool calls of an answer, or an empty text.
+
+    Args:
+        answer: The answer.
+        tools: Tools as in a chat completion. None checks only that the arguments are JSON objects.
+    """
     if not answer.tool_calls:
         return "the answer calls no tool"
+    schemas = _read_schemas(tools)
     for call in answer.tool_calls:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            if isinstance(call.get("custom"), dict):
+                continue  # its input may be any text
             return "a call names no function"
+        name, text = function["name"], str(function.get("arguments"))
         try:
-            arguments = json.loads(str(function.get("arguments")))
+            arguments = json.loads(text)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            return f"the arguments of {function['name']!r} are no JSON object"
+            return f"the arguments of {name!r} are no JSON object"
+        if schemas and name not in schemas:
+            return f"there is no function {name!r}"
+        problem = _check_document(text, schemas[name]) if schemas else ""
+        if problem:
+            return f"the arguments of {name!r} do not fit their schema: {problem}"
     return ""
+
+
+def _read_schemas(tools: object) -> dict[str, Schema | None]:
+    """Return the schemas of functions by name. None permits any arguments."""
+    schemas: dict[str, Schema | None] = {}
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            schema = function.get("parameters")
+            schemas[function["name"]] = schema if isinstance(schema, dict) else None
+    return schemas
 
 
 def _repair(text: str) -> str:

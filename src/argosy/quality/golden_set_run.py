@@ -157,6 +157,8 @@ class GoldenSetRun:
                 comparison.add([next(by_cluster).difference for _ in cluster])
             if self._stops_early and comparison.verdict is not QualityVerdict.UNDECIDED:
                 break
+        if comparison is not None and len(results) == len(self._set.items):
+            comparison.finish()
         return RunResult(await self._summarize(results, comparison), results)
 
     async def _answer(self, item: GoldenItem) -> tuple[Answer, Answer | None]:

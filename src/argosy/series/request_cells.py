@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from argosy.policy.detection import CellKey, CellMinute, TrafficCell
+from argosy.policy.detection import CellKey, CellMinute, RequestSignals, TrafficCell
 from argosy.series.log_histogram import LogHistogram
 from argosy.series.request_sample import RequestSample
 
@@ -45,13 +45,34 @@ class RequestCells:
 
     def add_grade(self, of_replica: CellKey, of_tenant: CellKey, *, has_passed: bool) -> None:
         """Count the grade of an answer in the cell of its replica and in that of its tenant."""
-        keys = [of_replica]
-        if of_tenant.tenant in self._tenants or len(self._tenants) < MAX_TENANTS:
-            self._tenants[of_tenant.tenant] += 0
-            keys.append(of_tenant)
-        for cell in filter(None, map(self._find_cell, keys)):
+        for cell in self._find_cells(of_replica, of_tenant):
             cell.graded += 1
             cell.failed_grades += not has_passed
+
+    def add_signals(self, of_replica: CellKey, of_tenant: CellKey, signals: RequestSignals) -> None:
+        """Count what was recognised of a request in the cell of its replica and in that of its tenant."""
+        buckets = {
+            "language": () if signals.language is None else (signals.language,),
+            "template": () if signals.template is None else (signals.template,),
+            "embedding": signals.embedding,
+        }
+        for cell in self._find_cells(of_replica, of_tenant):
+            for name, found in buckets.items():
+                counts = cell.histograms.setdefault(name, {}) if found else {}
+                for bucket in found:
+                    counts[bucket] = counts.get(bucket, 0) + 1
+            if signals.has_valid_calls is not None:
+                cell.checked_calls += 1
+                cell.malformed_calls += not signals.has_valid_calls
+
+    def _find_cells(self, of_replica: CellKey, of_tenant: CellKey) -> list[TrafficCell]:
+        """Return the cells of a replica and a tenant, unless there are too many."""
+        keys = [of_replica]
+        tenant = of_tenant.tenant
+        if tenant and (tenant in self._tenants or len(self._tenants) < MAX_TENANTS):
+            self._tenants[tenant] += 0
+            keys.append(of_tenant)
+        return [cell for key in keys if (cell := self._find_cell(key)) is not None]
 
     def count(self) -> None:
         """Count the samples."""
@@ -98,6 +119,8 @@ def _measure(sample: RequestSample) -> dict[str, float]:
 
 def _add(cell: TrafficCell, sample: RequestSample, values: dict[str, float]) -> None:
     cell.requests += 1
+    cell.tokens += sample.input_tokens + sample.cached_tokens + sample.total_output_tokens
+    cell.queued_ms += round(1000.0 * (sample.queue_s or 0.0))
     cell.failed += sample.outcome == "failed"
     cell.refused += sample.outcome == "refused" or sample.finish_reason == "content_filter"
     if not values:

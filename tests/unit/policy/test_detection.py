@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from argosy.policy.detection import (
     TrafficCell,
     TrafficMonitor,
     beta_binomial_factor,
+    project_embedding,
     rank_changes,
     rank_slices,
 )
@@ -143,33 +144,94 @@ def test_weekly_batch_job_is_expected_from_its_third_week() -> None:
 # --- the monitor ---------------------------------------------------------------------------------
 
 Plant = Mapping[str, float]
+FACTORS = (
+    *("errors", "refusals", "cut_off", "misses", "calls"),
+    *("ttft", "tpot", "output", "prompt", "cost", "requests"),
+)
+"""Factors that vary between days and steps."""
+
+
+def embed(shift: float) -> list[list[int]]:
+    """Return the buckets of 300 embeddings, whose mean is shifted by a part of its length."""
+    rng = np.random.default_rng(1)
+    centre, direction = rng.normal(0.0, 1.0, (2, 64))
+    return [
+        project_embedding(vector)
+        for vector in rng.normal(centre + shift * direction, 1.0, (300, 64))
+    ]
+
+
+EMBEDDINGS = embed(0.0), embed(2.0)
 
 
 class Traffic:
-    """Requests of one model with two replicas and three tenants, in steps of 5 minutes."""
+    """Requests of one model with two replicas and three tenants, in steps of 5 minutes.
 
-    def __init__(self, seed: int) -> None:
+    With `noise` days differ, and steps as well. With it, the shares of what requests are like are never quite the same.
+    """
+
+    def __init__(self, seed: int, noise: float = 0.0) -> None:
         self.rng = np.random.default_rng(seed)
         self.monitor = TrafficMonitor()
         self.at = MONDAY
+        self.noise = noise
+        self._drift = dict.fromkeys(FACTORS, 0.0)
+        self._day = dict.fromkeys(FACTORS, 0.0)
 
-    def run(self, hours: float, change: Mapping[str, float] | None = None, where: str = "") -> None:
-        """Add hours of traffic. `change` has factors of what the requests at `where` are like."""
+    def run(
+        self,
+        hours: float,
+        change: Mapping[str, float] | None = None,
+        where: str = "",
+        version: str = "v1",
+        *,
+        is_coarse: bool = False,
+    ) -> None:
+        """Add hours of traffic. `change` has factors of what the requests at `where` are like.
+
+        Args:
+            hours: How many.
+            change: The factors.
+            where: A replica or a tenant. Empty for all.
+            version: Version of the replica `r-1`. The other one has `v1`.
+            is_coarse: Whether all but the tokens of an hour are in its first step, which takes less time.
+        """
+        cells: list[tuple[CellKey, TrafficCell]] = []
         for _ in range(round(hours * 12)):
-            self.monitor.add(self.at, list(self._step(change or {}, where)))
+            if is_coarse and cells and self.at % HOUR_S:
+                cells = [(key, TrafficCell(tokens=cell.tokens)) for key, cell in cells]
+            else:
+                cells = list(self._step(change or {}, where, version, 12 if is_coarse else 1))
+            self.monitor.add(self.at, cells)
             self.at += STEP_S
             self.monitor.advance(self.at)
         self.monitor.advance(self.at + 2 * STEP_S)
 
+    def _vary(self) -> Mapping[str, float]:
+        """Return the factors of this step without a change."""
+        if not self.noise:
+            return {}
+        if self.at % DAY_S < STEP_S:
+            self._day = {name: self.rng.normal(0, 0.8 * self.noise) for name in FACTORS}
+        for name, step in zip(FACTORS, self.rng.normal(0, self.noise, len(FACTORS)), strict=True):
+            self._drift[name] = 0.9 * self._drift[name] + math.sqrt(1 - 0.9**2) * step
+        return {name: math.exp(self._drift[name] + self._day[name]) for name in FACTORS}
+
     def _step(
-        self, change: Mapping[str, float], where: str
+        self, change: Mapping[str, float], where: str, version: str, num_steps: int
     ) -> Iterator[tuple[CellKey, TrafficCell]]:
         rng = self.rng
-        day = 1.0 + 0.3 * math.sin(2 * math.pi * (self.at % DAY_S) / DAY_S)
+        day = num_steps * (1.0 + 0.3 * math.sin(2 * math.pi * (self.at % DAY_S) / DAY_S))
+        usual = self._vary()
         for replica in ("r-0", "r-1"):
             for tenant in ("acme", "beta", "gamma"):
-                factors = change if where in {"", replica, tenant} else {}
-                total = int(rng.poisson(20 * day))
+                is_changed = where in {"", replica, tenant}
+                factors = {
+                    name: usual.get(name, 1.0) * (change.get(name, 1.0) if is_changed else 1.0)
+                    for name in {*usual, *change}
+                }
+                total = int(rng.poisson(20 * day * factors.get("requests", 1.0)))
+                checked = int(rng.poisson(2 * day))
                 failed = int(rng.binomial(total, min(0.9, 0.01 * factors.get("errors", 1.0))))
                 refused = int(rng.binomial(total, min(0.9, 0.02 * factors.get("refusals", 1.0))))
                 answered = max(0, total - failed - refused)
@@ -180,7 +242,12 @@ class Traffic:
                     answered=answered,
                     cut_off=int(rng.binomial(answered, 0.03 * factors.get("cut_off", 1.0))),
                     cache_misses=int(rng.binomial(answered, 0.15 * factors.get("misses", 1.0))),
-                    histograms={
+                    checked_calls=checked,
+                    malformed_calls=int(rng.binomial(checked, 0.03 * factors.get("calls", 1.0))),
+                    tokens=1100 * total // num_steps,
+                    queued_ms=int(1000 * total * factors.get("wait_s", 0.0)),
+                    histograms=self._signals(checked, tenant, change if is_changed else {})
+                    | {
                         name: self._histogram(answered, mean * factors.get(name, 1.0))
                         for name, mean in (
                             ("ttft", 0.3),
@@ -191,13 +258,31 @@ class Traffic:
                         )
                     },
                 )
-                yield CellKey(model="m", version="v1", replica=replica), cell
+                own = version if replica == "r-1" else "v1"
+                yield CellKey(model="m", version=own, replica=replica), cell
                 yield CellKey(model="m", tenant=tenant), cell
 
     def _histogram(self, count: int, median: float) -> dict[int, int]:
         values = np.floor(8 * np.log2(self.rng.lognormal(math.log(median), 0.8, count)) + 120)
         buckets, counts = np.unique(values.astype(int), return_counts=True)
         return dict(zip(buckets.tolist(), counts.tolist(), strict=True))
+
+    def _signals(
+        self, count: int, tenant: str, change: Mapping[str, float]
+    ) -> dict[str, dict[int, int]]:
+        """Return what is recognised of sampled requests: one in 20 is in another language, or has another template."""
+        rng = self.rng
+        language, template = (
+            int(change.get("language", 2)),
+            int(change.get("template", ord(tenant[0]))),
+        )
+        found: dict[str, list[int]] = {"language": [], "template": [], "embedding": []}
+        for _ in range(count):
+            found["language"].append(language if rng.random() > 0.05 else int(rng.integers(3, 9)))
+            found["template"].append(template if rng.random() > 0.05 else int(rng.integers(1000)))
+            embeddings = EMBEDDINGS["embedding" in change]
+            found["embedding"] += embeddings[int(rng.integers(len(embeddings)))]
+        return {name: dict(Counter(buckets)) for name, buckets in found.items()}
 
     def deviations(self) -> dict[tuple[str, str], StreamDeviation]:
         """Return what deviates, by event and tenant or replica."""
@@ -210,18 +295,22 @@ class Traffic:
 def week() -> Traffic:
     """Traffic of eight quiet days."""
     traffic = Traffic(seed=3)
-    traffic.run(8 * 24)
+    traffic.run(8 * 24, is_coarse=True)
     assert not traffic.deviations()
     return traffic
 
 
 PLANTED = [
     ("slow_ttft", "", {"ttft": 2.5}, 2.0),
-    ("errors", "", {"errors": 4.0}, 2.0),
+    ("errors", "", {"errors": 4.0}, 3.0),
     ("short_output", "", {"output": 0.4}, 2.0),
     ("high_cost", "acme", {"cost": 4.0}, 2.0),
     ("slow_ttft", "r-1", {"ttft": 2.0}, 1.0),
     ("errors", "r-1", {"errors": 8.0}, 2.0),
+    ("new_language", "acme", {"language": 20.0}, 1.0),
+    ("new_template", "beta", {"template": 77.0}, 1.0),
+    ("malformed_calls", "", {"calls": 8.0}, 4.0),
+    ("new_embedding", "", {"embedding": 1.0}, 2.0),
 ]
 OTHER_PLANTED = [
     ("refusals", "", {"refusals": 4.0}, 2.0),
@@ -241,9 +330,7 @@ OTHER_PLANTED = [
 def test_planted_change_is_found_with_onset_and_slice(
     week: Traffic, event: str, where: str, change: Plant, within_h: float
 ) -> None:
-    traffic = Traffic(seed=11)
-    traffic.monitor = _copy(week.monitor)
-    traffic.at = week.at
+    traffic = _continue(week, seed=11)
     traffic.run(6)
     assert not traffic.deviations()
     planted_at = traffic.at
@@ -261,20 +348,94 @@ def test_planted_change_is_found_with_onset_and_slice(
     assert not traffic.deviations()
 
 
-def test_slow_drift_is_shown(week: Traffic) -> None:
-    monitor = _copy(week.monitor)
-    traffic = Traffic(seed=5)
-    traffic.monitor, traffic.at = monitor, week.at
-    for day in range(2):
-        traffic.run(24, {"output": 1.1 + 0.05 * day})
-    assert not [each for each in traffic.deviations().values() if each.kind == "fast"]
-    first = monitor.statuses()[0]
-    assert first.event == "long_output"
-    assert first.low > first.expected
-    assert all(
-        one.low / one.expected >= other.low / other.expected
-        for one, other in pairwise(monitor.statuses())
-    )
+@pytest.mark.exhaustive
+def test_language_that_stays_becomes_usual(week: Traffic) -> None:
+    traffic = _continue(week, seed=12)
+    traffic.run(5 * 24, {"language": 20.0}, "acme", is_coarse=True)
+    assert ("new_language", "acme") in traffic.deviations()
+    traffic.run(2 * 24, {"language": 20.0}, "acme", is_coarse=True)
+    assert not traffic.deviations()
+    traffic.run(4, {"language": 9.0}, "acme")
+    assert ("new_language", "acme") in traffic.deviations()
+
+
+def test_changes_of_an_accepted_version_are_expected_and_later_ones_found(week: Traffic) -> None:
+    accepted = {"output": 2.5, "refusals": 3.0}
+    traffic = _continue(week, seed=13)
+    traffic.run(2, accepted, "r-1", version="v2")
+    assert not traffic.monitor.accept_version("m", "v3" * 32, traffic.at)
+    assert traffic.monitor.accept_version("m", "v2" * 32, traffic.at)
+    traffic.monitor = _copy(traffic.monitor)
+    assert traffic.monitor.accept_version("m", "v2" * 32, traffic.at)
+    (known,) = traffic.monitor.accepted
+    assert known.ratios["long_output"] > 1.5
+    assert "errors" not in known.ratios
+    traffic.run(8, accepted)
+    assert not traffic.deviations()
+    traffic.run(3, accepted | {"refusals": 12.0, "errors": 4.0})
+    assert {("refusals", ""), ("errors", "")} <= traffic.deviations().keys()
+
+    other = _continue(week, seed=13)
+    other.run(6, accepted)
+    assert {("refusals", ""), ("long_output", "")} <= other.deviations().keys()
+
+
+@pytest.mark.parametrize(
+    ("hours_before", "change", "is_found"),
+    [
+        (3, {"requests": 10.0}, True),
+        (3, {"requests": 3.0}, False),
+        (0, {"requests": 10.0}, False),
+        (0, {"requests": 10.0, "wait_s": 2.0}, True),
+    ],
+)
+def test_tenant_with_ten_times_its_tokens_is_found_in_its_first_day(
+    hours_before: float, change: Plant, is_found: bool
+) -> None:
+    traffic = Traffic(seed=14)
+    traffic.run(hours_before)
+    traffic.run(0.5, change, "acme")
+    traffic.run(0.2, change, "acme")
+    found = {key: each for key, each in traffic.deviations().items() if key[0] == "volume"}
+    assert list(found) == ([("volume", "acme")] if is_found else [])
+    for each in found.values():
+        assert each.share > 0.7
+        assert each.tokens_per_s > 5 * each.usual_tokens_per_s
+        traffic.run(1)
+        assert not traffic.deviations()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_weekly_job_of_a_tenant_is_no_surge_from_its_third_week(week: Traffic) -> None:
+    traffic = _continue(week, seed=15)
+    found = []
+    for number in range(3):
+        traffic.run(12, is_coarse=True)
+        traffic.run(1, {"requests": 12.0}, "beta")
+        found.append(("volume", "beta") in traffic.deviations())
+        traffic.run(7 * 24 - 13, is_coarse=True)
+        assert number == 0 or not traffic.deviations()
+    assert found == [True, False, False]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_slow_drift_is_shown_and_raises_nothing(week: Traffic) -> None:
+    traffic = _continue(week, seed=5)
+    shown = []
+    for day in range(30):
+        traffic.run(24, {"output": 1.0 + 0.01 * day}, is_coarse=True)
+        assert not traffic.deviations()
+        first = traffic.monitor.statuses()[0]
+        shown.append(first.event == "long_output" and first.low > first.expected)
+    assert sum(shown) >= 10, shown
+
+
+def _continue(week: Traffic, seed: int) -> Traffic:
+    traffic = Traffic(seed)
+    traffic.monitor, traffic.at = _copy(week.monitor), week.at
+    return traffic
 
 
 def _copy(monitor: TrafficMonitor) -> TrafficMonitor:

@@ -26,6 +26,8 @@ def compare(
         comparison.add([-1.0 if draw < losses else 1.0 if draw < losses + wins else 0.0])
         if comparison.verdict is not QualityVerdict.UNDECIDED:
             break
+    else:
+        comparison.finish()
     summary = comparison.summarize()
     return summary, summary.clusters
 
@@ -36,12 +38,35 @@ def test_identical_models_are_hardly_ever_worse() -> None:
     assert verdicts.count(QualityVerdict.WORSE) <= 10
 
 
-def test_a_loss_of_ten_points_on_300_items_is_found_early() -> None:
+@pytest.mark.parametrize(("losses", "wins", "mean_items"), [(0.125, 0.025, 230), (0.15, 0.05, 270)])
+def test_a_loss_of_ten_points_on_300_items_is_found(
+    losses: float, wins: float, mean_items: int
+) -> None:
     random = Random(2)
-    found = [compare(random, 300, 0.125, 0.025) for _ in range(200)]
+    found = [compare(random, 300, losses, wins) for _ in range(200)]
     worse = [used for each, used in found if each.verdict is QualityVerdict.WORSE]
     assert len(worse) >= 180
-    assert sum(worse) / len(worse) < 200
+    assert sum(worse) / len(worse) < mean_items
+
+
+def test_final_look_is_a_sign_test_which_graded_scores_share() -> None:
+    comparison, graded = PairedComparison(0.05), PairedComparison(0.05)
+    for difference in [-1.0] * 9 + [1.0]:
+        comparison.add([difference])
+        graded.add([0.3 * difference])
+    for each in (comparison, graded):
+        assert each.summarize().worse_p is None
+        each.finish()
+        assert each.summarize().worse_p == pytest.approx(11 / 1024)
+        assert each.verdict is QualityVerdict.UNDECIDED
+    random, found = Random(5), 0
+    for _ in range(500):
+        same = PairedComparison(0.05)
+        for _ in range(60):
+            same.add([random.choice((-1.0, -0.6, -0.15, 0.0, 0.15, 0.6, 1.0))])
+        same.finish()
+        found += same.verdict is QualityVerdict.WORSE
+    assert found <= 10
 
 
 def test_a_loss_of_the_margin_is_hardly_ever_excluded_and_equality_is_found() -> None:

@@ -16,7 +16,11 @@ from argosy.fleet.control.environment import (
     open_launcher,
     read_capacity,
 )
-from argosy.fleet.control.fleet_incidents import read_pool_versions, roll_back
+from argosy.fleet.control.fleet_incidents import (
+    read_accepted_versions,
+    read_pool_versions,
+    roll_back,
+)
 from argosy.fleet.control.leadership import is_gone, process_holder
 from argosy.fleet.control.replica_monitor import fetch_awake_bytes
 from argosy.fleet.control.term_journal import FleetContext

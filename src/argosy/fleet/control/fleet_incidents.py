@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from argosy.deployment import FleetControl, parse_declaration, read_rollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
 from argosy.gateway import OtherFleetError, UpstreamError
-from argosy.policy.detection import CellMinute
+from argosy.policy.detection import AcceptedVersion, CellMinute
 from argosy.policy.incidents import PoolVersions, RollbackAdvice
 from argosy.policy.rollout import CommandKind, RolloutState
 from argosy.protocol import ApiError
 from argosy.store import FleetStore, GatewayRecord
 
+_HAS_PASSED = frozenset({RolloutState.SOAKING, RolloutState.RETIRING, RolloutState.DONE})
 _SERVES_CANDIDATE = frozenset({RolloutState.STEP, RolloutState.SOAKING})
 
 
@@ -65,6 +66,34 @@ def read_pool_versions(store: FleetStore, fleet: str) -> list[PoolVersions]:
                 is_warm=current.can_roll_back and not current.plan.replaces_in_place,
             )
         )
+    return found
+
+
+def read_accepted_versions(store: FleetStore, fleet: str) -> list[AcceptedVersion]:
+    """Return the versions whose rollouts have passed their gates. Blocks on the store.
+
+    One that had a step with both versions has passed when all users get it, and any other one when the old replicas are
+    removed. A rollout that went on in spite of its gate has not.
+    """
+    revision = store.latest_revision(fleet)
+    if revision is None:
+        return []
+    models = {each.name: each.model for each in parse_declaration(revision).pools}
+    found = []
+    for report in read_rollouts(store, fleet):
+        current = report.rollouts.current
+        if current is None or current.is_forced:
+            continue
+        states = _HAS_PASSED if current.plan.steps else _HAS_PASSED - {RolloutState.SOAKING}
+        passed = [each.at for each in current.transitions if each.state in states]
+        if current.active_state in states and passed:
+            found.append(
+                AcceptedVersion(
+                    model=models.get(report.pool, ""),
+                    version=current.candidate,
+                    at=min(passed),
+                )
+            )
     return found
 
 

@@ -39,7 +39,12 @@ from argosy.fleet.control.declared_fleet import DeclaredFleet
 from argosy.fleet.control.environment import read_capacity
 from argosy.fleet.control.fleet_alerts import FleetAlerts
 from argosy.fleet.control.fleet_autoscaler import FleetAutoscaler
-from argosy.fleet.control.fleet_incidents import FleetTraffic, read_pool_versions, roll_back
+from argosy.fleet.control.fleet_incidents import (
+    FleetTraffic,
+    read_accepted_versions,
+    read_pool_versions,
+    roll_back,
+)
 from argosy.fleet.control.fleet_observer import FleetObserver
 from argosy.fleet.control.fleet_rollouts import FleetRollouts
 from argosy.fleet.control.gateway_publisher import GatewayPublisher
@@ -350,7 +355,10 @@ class LeaderTerm:
         store, fleet, clock = self._context.store, self._context.fleet, self._context.clock
         fleets = store.fleets
         alerts = AlertRecords(fleets, fleet, lease.holder, is_leader=True)
-        watch = TrafficWatch(FleetTraffic(self._publisher).read, fleets, fleet, self._read_alerting)
+        watch = TrafficWatch(
+            *(FleetTraffic(self._publisher).read, fleets, fleet, self._read_alerting),
+            read_accepted=partial(read_accepted_versions, fleets, fleet),
+        )
         objectives = ObjectiveAlerts(
             ObjectiveReader(store.objective_hours, fleet),
             lambda: (

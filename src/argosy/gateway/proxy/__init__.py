@@ -6,7 +6,7 @@ and when it runs are those of the `PlacementCore` (`policy.placement`), which th
 the client through a `ResponseWriter`, and checks its timeouts. A `StreamSplice` moves both sockets of a regular stream
 to the native `FastPath`. A `DemandMeter` counts the tokens that arrive and are served, for the autoscaler of the fleet.
 A `RoutingPreviewer` previews these decisions. A `ResponseCache` answers equal requests with a kept response.
-An `AnswerSampler` grades samples of answers.
+An `AnswerSampler` grades samples of answers. A `TrafficSampler` reads samples of requests for the detection of changes.
 """
 
 from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
@@ -19,4 +19,5 @@ from argosy.gateway.proxy.refusal_errors import RETRY_AFTER_S, no_replica_error,
 from argosy.gateway.proxy.response_cache import ResponseCache
 from argosy.gateway.proxy.routing_preview import RoutingPreview, RoutingPreviewer
 from argosy.gateway.proxy.semantic_cache import SemanticCache
+from argosy.gateway.proxy.traffic_sampler import TrafficSampler
 from argosy.gateway.proxy.upstream_headers import REFUSE_UNKNOWN_FIELDS, forward_notes

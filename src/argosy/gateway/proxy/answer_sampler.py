@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 import structlog
@@ -21,16 +20,14 @@ from msgspec import Raw
 from argosy.deployment import QualityConfig
 from argosy.gateway.backends import MALFORMED_EVENT_ERRORS
 from argosy.gateway.content_session import ContentSession
-from argosy.gateway.proxy.aggregated_choice import AggregatedChoice
-from argosy.gateway.proxy.caching_writer import normalize_chunk, parse_chunks, split_body
-from argosy.gateway.proxy.response_writers import ResponseWriter, WrappingWriter
+from argosy.gateway.proxy.answer_writer import AnswerWriter, read_answer
+from argosy.gateway.proxy.response_writers import ResponseWriter
 from argosy.gateway.request_context import CHAT, RequestContext
 from argosy.gateway.request_fields import ChatMessage
 from argosy.policy.content import DETECTORS, Matcher, Rule, TextFilter
 from argosy.process import run_in_daemon_thread
 from argosy.quality import (
     MAX_JUDGED_CHARS,
-    Answer,
     ModelClient,
     QualityRunError,
     SendRequest,
@@ -109,7 +106,7 @@ class AnswerSampler:
             or not self._choose(context.response_id)
         ):
             return writer
-        return _SamplingWriter(writer, context, self)
+        return AnswerWriter(writer, context, MAX_ANSWER_BYTES, self.add)
 
     def add(self, context: RequestContext, answer: bytes, *, is_stream: bool) -> None:
         """Let a complete answer be graded, unless too many wait already."""
@@ -200,52 +197,6 @@ class AnswerSampler:
         self._problem = problem
 
 
-class _SamplingWriter(WrappingWriter):
-    """Response writer that keeps the answer as its client receives it."""
-
-    def __init__(
-        self, writer: ResponseWriter, context: RequestContext, sampler: AnswerSampler
-    ) -> None:
-        super().__init__(writer)
-        self._context = context
-        self._sampler = sampler
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
-        self._is_stream = True
-
-    def write_events(self, events: bytes) -> None:
-        self._writer.write_events(events)
-        self._keep(events)
-
-    async def filter_body(self, body: bytes) -> bytes:
-        filtered = await self._writer.filter_body(body)
-        self._is_stream = False
-        self._keep(filtered)
-        return filtered
-
-    def discard(self) -> bool:
-        is_discarded = self._writer.discard()
-        if is_discarded:
-            self._parts.clear()
-            self._num_bytes = 0
-        return is_discarded
-
-    def close(self) -> None:
-        """Let the answer be graded if it is complete and not too long."""
-        if self._context.status == "completed" and 0 < self._num_bytes <= MAX_ANSWER_BYTES:
-            answer = b"".join(self._parts)
-            self._sampler.add(self._context, answer, is_stream=self._is_stream)
-        self._parts.clear()
-        self._writer.close()
-
-    def _keep(self, part: bytes) -> None:
-        self._num_bytes += len(part)
-        if self._num_bytes <= MAX_ANSWER_BYTES:
-            self._parts.append(part)
-        else:
-            self._parts.clear()
-
-
 def _read_capture(capture: _Capture) -> tuple[str, str, str]:
     """Return question and answer without personal data, and what the fixed checks find. Raises as a decoder does."""
     decode = msgspec.json.decode
@@ -254,17 +205,7 @@ def _read_capture(capture: _Capture) -> tuple[str, str, str]:
         question = next((each.text for each in reversed(messages) if each.role == "user"), "")
     else:
         question = decode(capture.prompt, type=str)
-    chunks = (
-        parse_chunks(capture.answer)
-        if capture.is_stream
-        else split_body(capture.answer, is_chat=capture.is_chat)
-    )
-    choice = AggregatedChoice()
-    for chunk in chunks:
-        for part in normalize_chunk(chunk, capture.sample.model)["choices"]:
-            choice.add_chunk(part)
-    message: dict[str, Any] = choice.build_chat_choice(0)["message"]
-    answer = Answer(text=message["content"] or "", tool_calls=message.get("tool_calls", []))
+    answer = read_answer(capture.answer, is_stream=capture.is_stream, is_chat=capture.is_chat)
     text = answer.text
     if answer.tool_calls:
         calls = msgspec.json.encode(answer.tool_calls).decode()

@@ -63,6 +63,7 @@ from argosy.gateway.proxy.semantic_cache import SemanticCache
 from argosy.gateway.proxy.shadow_traffic import ShadowTraffic
 from argosy.gateway.proxy.start_wait import find_start_wait_s
 from argosy.gateway.proxy.stream_pacing import pace_stream
+from argosy.gateway.proxy.traffic_sampler import TrafficSampler
 from argosy.gateway.proxy.upstream_headers import build_native_headers
 from argosy.gateway.request_context import (
     CHAT,
@@ -168,6 +169,8 @@ class CompletionHandlers:
         """Sends a request for the quality of models, which counts for no objective and no series."""
         self.answer_sampler: AnswerSampler | None = None
         """Samples answers. None without a store."""
+        self.traffic_sampler: TrafficSampler | None = None
+        """Samples requests for the detection of changes. None without series."""
         self._shadow_traffic: ShadowTraffic | None = None
         if outcomes is not None or adapter_meter is not None:
             self._shadow_traffic = ShadowTraffic(
@@ -300,7 +303,7 @@ class CompletionHandlers:
             StreamingWriter(exchange) if fields.stream else AggregatingWriter(context, self.memory)
         )
         may_wrap = context.content or context.cascade or self._models.rules[CacheRule]
-        if may_wrap or principal.flags or principal.quality != "off":
+        if may_wrap or principal.flags or principal.quality != "off" or context.is_sampled:
             writer = self._wrap_writer(writer, context)
         try:
             await self._execute(context, self._filters, writer)
@@ -355,6 +358,8 @@ class CompletionHandlers:
         """Return a writer that filters, keeps, paces or judges the response, as rules and flags of its sender say."""
         if isinstance(writer, StreamingWriter):
             writer = pace_stream(writer, context.principal.flags) or writer
+        if self.traffic_sampler is not None and context.is_sampled:
+            writer = self.traffic_sampler.watch(writer, context)
         if self.answer_sampler is not None and context.principal.quality != "off":
             writer = self.answer_sampler.watch(writer, context)
         if context.content is not None and context.content.moderates("output"):
@@ -418,10 +423,7 @@ class CompletionHandlers:
         content = None
         if self._models.rules[ContentRule]:
             content = self._find_content(exchange, fields, pool, principal)
-        now = self._clock()
-        trace = RequestTrace(
-            arrived_at=exchange.arrived_at, parsed_at=now, prompt=fields.prompt_version
-        )
+        now, arrived_at = self._clock(), exchange.arrived_at
         context = RequestContext(
             exchange,
             fields,
@@ -429,29 +431,31 @@ class CompletionHandlers:
             pool,
             f"{api.id_prefix}-{exchange.unique_id}",
             principal,
+            is_measured=exchange.internal_route != QUALITY_ROUTE,
             tier=min(principal.tier + fields.priority, len(TIERS) - 1),  # the client may lower it
             route_name=exchange.internal_route or target.route_name,
             route_reason=target.reason,
             has_fallbacks=target.has_fallbacks,
             assigned_version=target.version,
             adapter=target.adapter,
-            deadline=exchange.arrived_at + min(fields.timeout_s, self._max_request_s),
+            deadline=arrived_at + min(fields.timeout_s, self._max_request_s),
             start_wait_s=find_start_wait_s(
                 exchange.headers, self._config.cold_start, is_stream=fields.stream
             ),
             response_headers=exchange.extra_headers,
             unsuitable_replicas=unsupporting,
-            trace=trace,
-            started_at=time.time() - (now - exchange.arrived_at),
+            trace=RequestTrace(arrived_at=arrived_at, parsed_at=now, prompt=fields.prompt_version),
+            started_at=time.time() - (now - arrived_at),
             content=content,
             truncation=truncation,
         )
         if exchange.batch_line is not None:
             context.become_line(exchange.batch_line)
-        if exchange.internal_route == QUALITY_ROUTE:
-            context.is_measured = False
         if target.decisions or self._models.flags.declared:
             self._explain_decisions(context, target)
+        key = fields.model, principal.project
+        if (sampler := self.traffic_sampler) and now >= sampler.due_at[key]:
+            context.is_sampled = True
         return context
 
     def _find_truncation(
@@ -518,7 +522,9 @@ class CompletionHandlers:
             log.exception("measurement_failed", model=context.pool.model)
 
     def _on_request_ended(self, context: RequestContext) -> None:
-        """Measure a request for the comparison of versions, before its output is forgotten."""
+        """Measure a request for the comparison of versions, before its output is forgotten, and sample it."""
+        if self.traffic_sampler is not None and context.is_sampled:
+            self.traffic_sampler.add(context)
         outcomes = self._outcomes if context.adapter is None else self._adapter_meter
         if outcomes is None or not context.is_measured:
             return

@@ -17,10 +17,18 @@ from argosy.policy.detection.attribution import (
 )
 from argosy.policy.detection.baseline import SeasonalBaseline, hour_of_week
 from argosy.policy.detection.detector import ChangeDetector, beta_binomial_factor
-from argosy.policy.detection.traffic_cell import EVENTS, CellKey, CellMinute, EventKind, TrafficCell
-from argosy.policy.detection.traffic_monitor import (
+from argosy.policy.detection.request_signals import (
+    LANGUAGES,
+    PROJECTIONS,
+    RequestSignals,
+    find_language,
+    fingerprint_template,
+    project_embedding,
+)
+from argosy.policy.detection.stream_state import (
+    AcceptedVersion,
     MonitorState,
     StreamDeviation,
-    StreamStatus,
-    TrafficMonitor,
 )
+from argosy.policy.detection.traffic_cell import EVENTS, CellKey, CellMinute, EventKind, TrafficCell
+from argosy.policy.detection.traffic_monitor import StreamStatus, TrafficMonitor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 HOUR_S = 3600
@@ -16,6 +18,8 @@ DEFAULT_CONCENTRATION = 60.0
 MIN_CONCENTRATION, MAX_CONCENTRATION = 20.0, 1000.0
 MIN_DISPERSION_HOURS = 48
 """Hours from which the concentration is estimated at least."""
+MIN_KNOWN = 100
+"""Opportunities from which the share of a first week is known."""
 _DECAY = 0.5
 """Weight of a week in the next one."""
 
@@ -48,7 +52,7 @@ class SeasonalBaseline(msgspec.Struct):
     @property
     def is_known(self) -> bool:
         """Whether anything is expected."""
-        return bool(self.hours) or self.share > 0.0
+        return self.share > 0.0
 
     def learn(self, at: float, events: int, opportunities: int) -> None:
         """Learn from the hour that begins at `at`, for the next weeks."""
@@ -67,8 +71,23 @@ class SeasonalBaseline(msgspec.Struct):
         known = self.open_hours.get(hour, (0.0, 0.0))
         self.open_hours[hour] = (known[0] + events, known[1] + opportunities)
 
+    def set_share(self, counts: Iterable[tuple[float, float]]) -> None:
+        """Set the share from events and opportunities, unless it is known or these are too few."""
+        listed = list(counts)
+        events, total = sum(each[0] for each in listed), sum(each[1] for each in listed)
+        if not self.is_known and total >= MIN_KNOWN:
+            self.share = (events + 1.0) / (total + 2.0)
+
+    def rescale(self, ratio: float) -> None:
+        """Expect shares that are `ratio` times as large."""
+        self.share = min(MAX_SHARE, self.share * ratio)
+        for hours in (self.hours, self.open_hours):
+            for hour, (events, total) in hours.items():
+                hours[hour] = (min(total, events * ratio), total)
+
     def _begin_week(self, week: int) -> None:
-        if self.open_hours:
+        self.set_share(self.open_hours.values())
+        if self.open_hours and self.is_known:
             merged = {
                 hour: (events * _DECAY, total * _DECAY)
                 for hour, (events, total) in self.hours.items()

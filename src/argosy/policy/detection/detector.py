@@ -63,8 +63,13 @@ class ChangeDetector(msgspec.Struct):
     def update(
         self, at: float, events: int, opportunities: int, expected: float, concentration: float
     ) -> None:
-        """Count a step that begins at `at`. `expected` is the share without a change."""
-        null = min(MAX_NULL, expected * self.tolerance)
+        """Count a step that begins at `at`. `expected` is the share without a change.
+
+        A share that cannot rise beyond the tolerance counts for nothing.
+        """
+        null = expected * self.tolerance
+        if null >= MAX_NULL:
+            return
         alternatives = [min(MAX_ALTERNATIVE, null * ratio) for ratio in RATIOS]
         self._count(at, [(null, alternatives, events, opportunities)], concentration)
 

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from argosy.policy.detection.request_signals import PROJECTIONS
+
 
 class CellKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Common values of the requests of a cell.
@@ -41,11 +43,20 @@ class TrafficCell(msgspec.Struct, array_like=True):
     cache_misses: int = 0
     """Answers for which the replica computed more than half of the prompt."""
     histograms: dict[str, dict[int, int]] = {}
-    """Counts by bucket of ascending order: `ttft`, `tpot`, `output`, `prompt` and `cost`."""
+    """Counts by bucket of ascending order: `ttft`, `tpot`, `output`, `prompt` and `cost`; and of sampled requests by
+    category: `language`, `template` and `embedding`."""
     graded: int = 0
     """Sampled answers."""
     failed_grades: int = 0
     """Sampled answers whose grade does not pass."""
+    checked_calls: int = 0
+    """Sampled answers with tool calls."""
+    malformed_calls: int = 0
+    """Sampled answers with a tool call that cannot be read, or does not fit its schema."""
+    tokens: int = 0
+    """Tokens of prompts and answers."""
+    queued_ms: int = 0
+    """Time for which the requests waited in the queue."""
 
     def add(self, other: TrafficCell) -> None:
         """Add the counts of another cell."""
@@ -68,6 +79,12 @@ class CellMinute(msgspec.Struct, frozen=True, array_like=True):
     cells: Sequence[tuple[CellKey, TrafficCell]]
 
 
+Threshold = int | list[int]
+"""Bucket beyond which an event is, or the categories that are usual."""
+MIN_USUAL_VALUES = 100
+"""Values from which the usual categories are known."""
+
+
 class EventKind(NamedTuple):
     """Event whose share among the requests is watched."""
 
@@ -76,10 +93,14 @@ class EventKind(NamedTuple):
     """Words for the requests with the event, as the end of a sentence."""
     source: str
     """Counter or histogram of a cell."""
-    per: Literal["requests", "answered", "graded"] | None = None
+    per: Literal["requests", "answered", "graded", "checked_calls"] | None = None
     """Counter of the opportunities; None for a histogram."""
     quantile: float = 0.0
-    """The event is a value above this quantile of the weeks before, or below it if it is less than a half."""
+    """The event is a value above this quantile of the weeks before, or below it if it is less than a half. For
+    categories it is the share of those that are usual."""
+    max_usual: int = 0
+    """Most categories that are usual. 0 for values, which have an order."""
+    values_per_request: int = 1
     is_of_replica: bool = False
     """Whether replicas of one version are compared in it."""
 
@@ -87,6 +108,20 @@ class EventKind(NamedTuple):
     def is_below(self) -> bool:
         """Whether the event is a value below the quantile."""
         return self.per is None and self.quantile < 0.5
+
+    def find_usual(self, counts: Mapping[int, float]) -> list[int] | None:
+        """Return the most frequent categories that have the share of `quantile` together; None if too few are known."""
+        total = sum(counts.values())
+        if total < max(MIN_USUAL_VALUES, 2 * self.max_usual):
+            return None
+        usual: list[int] = []
+        remaining = self.quantile * total
+        for bucket, count in sorted(counts.items(), key=lambda each: (-each[1], each[0])):
+            if len(usual) >= self.max_usual or remaining <= 0.0:
+                break
+            usual.append(bucket)
+            remaining -= count
+        return usual
 
     def find_threshold(self, counts: Mapping[int, float]) -> int | None:
         """Return the bucket beyond which the event is, at most as often as the quantile states; None without values."""
@@ -99,19 +134,23 @@ class EventKind(NamedTuple):
                 break
         return threshold
 
-    def count_events(self, cell: TrafficCell, threshold: int | None) -> tuple[int, int]:
+    def count_events(self, cell: TrafficCell, threshold: Threshold | None) -> tuple[int, int]:
         """Return how many requests of a cell have the event, and how many could have it."""
         if self.per is not None:
             return getattr(cell, self.source), getattr(cell, self.per)
         counts = cell.histograms.get(self.source)
         if counts is None or threshold is None:
             return 0, 0
+        total = sum(counts.values())
+        if not isinstance(threshold, int):
+            events = total - sum(counts.get(bucket, 0) for bucket in threshold)
+            return round(events / self.values_per_request), total // self.values_per_request
         beyond = (
             count
             for bucket, count in counts.items()
             if (bucket < threshold if self.is_below else bucket > threshold)
         )
-        return sum(beyond), sum(counts.values())
+        return sum(beyond), total
 
 
 EVENTS = (
@@ -127,5 +166,19 @@ EVENTS = (
     EventKind("short_prompt", "had a short prompt", "prompt", None, 0.1),
     EventKind("high_cost", "were expensive", "cost", None, 0.9),
     EventKind("low_quality", "did not pass as sampled answers", "failed_grades", "graded"),
+    EventKind("malformed_calls", "had malformed tool calls", "malformed_calls", "checked_calls"),
+    EventKind("new_language", "had an unusual language", "language", None, 0.9, max_usual=3),
+    EventKind(
+        "new_template", "had an unusual system prompt or tools", "template", None, 0.9, max_usual=16
+    ),
+    EventKind(
+        "new_embedding",
+        "had an unusual embedding",
+        "embedding",
+        None,
+        0.97,
+        max_usual=512,
+        values_per_request=PROJECTIONS,
+    ),
 )
 """All events. Their positions identify them in records, so that new ones are appended."""

@@ -6,17 +6,35 @@ import math
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
 from argosy.policy.detection.attribution import Slice, rank_slices
-from argosy.policy.detection.baseline import HOUR_S, SeasonalBaseline
+from argosy.policy.detection.baseline import (
+    HOUR_S,
+    MIN_SHARE,
+    SHRINKAGE,
+    SeasonalBaseline,
+    hour_of_week,
+)
 from argosy.policy.detection.detector import ChangeDetector
-from argosy.policy.detection.traffic_cell import EVENTS, CellKey, EventKind, TrafficCell
+from argosy.policy.detection.stream_state import (
+    AcceptedVersion,
+    DeviationKind,
+    MonitorState,
+    StreamDeviation,
+    StreamState,
+)
+from argosy.policy.detection.tenant_volume import STEP_S, VOLUME, TenantVolumes
+from argosy.policy.detection.traffic_cell import (
+    EVENTS,
+    CellKey,
+    EventKind,
+    Threshold,
+    TrafficCell,
+)
 
 MINUTE_S = 60
-STEP_S = 300
 LATE_S = 30
 """Time after the end of a minute at which all gateways have reported it."""
 MAX_PENDING_MINUTES = 60
@@ -43,48 +61,15 @@ FAST_WINDOW, SLOW_WINDOW, RACE_WINDOW = 12, 6, 15
 MIN_END_REQUESTS = 20
 SHOWN_HOURS = 24
 
-DeviationKind = Literal["fast", "slow", "sibling"]
+MIN_ACCEPTED_REQUESTS = 200
+"""Requests of an accepted version from which it is known what it changes."""
+MAX_ACCEPTED_RATIO = 5.0
+MAX_ACCEPTED = 20
+_CATEGORIES = frozenset(kind.source for kind in EVENTS if kind.max_usual)
+_RACED = frozenset(kind.source for kind in EVENTS if kind.is_of_replica)
+
 Counts = tuple[int, int]
 """Events and opportunities."""
-
-
-class StreamDeviation(msgspec.Struct, kw_only=True):
-    """Share of an event that has risen. Storable as JSON."""
-
-    kind: DeviationKind
-    """Whether it was found in steps of 5 minutes, in hours, or by comparing replicas."""
-    event: str
-    onset: float
-    """Most likely time of the change, in seconds since the epoch."""
-    found_at: float
-    share: float = 0.0
-    """Share in the latest window."""
-    expected: float = 0.0
-
-
-class StreamState(msgspec.Struct, kw_only=True):
-    """Knowledge of the traffic of a model or of one of its tenants. Storable as JSON."""
-
-    key: CellKey
-    since: float
-    requests: float = 0.0
-    """Requests of the last days, of which old ones count less."""
-    histograms: dict[str, dict[int, int]] = {}
-    """Values of the first days, from which the thresholds come."""
-    thresholds: dict[str, int | None] | None = None
-    """Bucket beyond which each event is; None while the stream learns."""
-    baselines: dict[str, SeasonalBaseline] = {}
-    fast: dict[str, ChangeDetector] = {}
-    slow: dict[str, ChangeDetector] = {}
-    deviations: dict[str, StreamDeviation] = {}
-    hours: dict[str, list[tuple[int, int, float]]] = {}
-    """Events, opportunities and expected events of the last hours, by event."""
-
-
-class MonitorState(msgspec.Struct, kw_only=True):
-    """Memory for the next controller. Storable as JSON."""
-
-    streams: list[StreamState] = []
 
 
 class StreamStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +104,9 @@ class TrafficMonitor:
     """
 
     def __init__(self, state: MonitorState | None = None) -> None:
-        self._streams = {each.key: each for each in (state or MonitorState()).streams}
+        state = state or MonitorState()
+        self._streams = {each.key: each for each in state.streams}
+        self._accepted = list(state.accepted)
         self._pending: dict[int, dict[CellKey, TrafficCell]] = {}
         self._done_until = 0
         self._step: dict[CellKey, TrafficCell] = {}
@@ -134,6 +121,7 @@ class TrafficMonitor:
         self._history: deque[tuple[int, dict[tuple[str, str, str], array[int]]]] = deque(
             maxlen=HISTORY_STEPS
         )
+        self._volumes = TenantVolumes()
         self._runners: dict[tuple[str, str, str], _Runner] = {}
         self._race_values: dict[str, dict[str, dict[int, float]]] = {}
         self._race_thresholds: dict[str, dict[str, int | None]] = {}
@@ -184,12 +172,89 @@ class TrafficMonitor:
                     known.add(cell)
             self._num_minutes += 1
 
+    def accept_version(self, model: str, version: str, at: float) -> bool:
+        """Expect from now on what a version changes, because its rollout has passed its gate.
+
+        Shares of the version in the last day are compared with those of the versions beside it. Errors are expected as
+        before.
+
+        Args:
+            model: Name of the model.
+            version: Digest, of which the versions of cells are beginnings.
+            at: When the gate had passed, in seconds since the epoch.
+
+        Returns:
+            Whether there were enough requests of the version. Call it again later otherwise.
+        """
+        if any((each.model, each.version) == (model, version) for each in self._accepted):
+            return True
+        own, others = self._count_versions(model, version)
+        if own.get("errors", (0, 0))[1] < MIN_ACCEPTED_REQUESTS:
+            return False
+        ratios: dict[str, float] = {}
+        stream = self._streams.get(CellKey(model=model))
+        for kind in EVENTS if stream is not None else ():
+            baseline = stream.baselines.get(kind.name) if stream is not None else None
+            if kind.name == "errors" or kind.max_usual or baseline is None or not baseline.is_known:
+                continue
+            own_events, own_total = own[kind.name]
+            events, total = others.get(kind.name, (0, 0))
+            usual = events / total if total >= MIN_ACCEPTED_REQUESTS else baseline.expected(at)
+            usual = max(MIN_SHARE, usual)
+            share = (own_events + SHRINKAGE * usual) / (own_total + SHRINKAGE)
+            ratio = share / usual
+            if not 0.9 < ratio < 1.1:
+                ratios[kind.name] = min(MAX_ACCEPTED_RATIO, max(1 / MAX_ACCEPTED_RATIO, ratio))
+        for each in self._streams.values():
+            for name, ratio in ratios.items() if each.key.model == model else ():
+                if name in each.baselines:
+                    each.baselines[name].rescale(ratio)
+                    self._forget(each, name)
+        self._accepted.append(AcceptedVersion(model=model, version=version, at=at, ratios=ratios))
+        del self._accepted[:-MAX_ACCEPTED]
+        return True
+
+    def _count_versions(
+        self, model: str, version: str
+    ) -> tuple[dict[str, Counts], dict[str, Counts]]:
+        """Return the counts of a version, and of the others in the steps in which it had requests, by event."""
+        own, others = (
+            defaultdict[str, Counts](lambda: (0, 0)),
+            defaultdict[str, Counts](lambda: (0, 0)),
+        )
+        for _, counts in self._history:
+            versions = {
+                key[2]: packed for key, packed in counts.items() if key[:2] == (model, "version")
+            }
+            if not any(value and version.startswith(value) for value in versions):
+                continue
+            for value, packed in versions.items():
+                side = own if value and version.startswith(value) else others
+                for index, kind in enumerate(EVENTS):
+                    known = side[kind.name]
+                    side[kind.name] = (
+                        known[0] + packed[2 * index],
+                        known[1] + packed[2 * index + 1],
+                    )
+        return own, others
+
+    def _forget(self, stream: StreamState, event: str) -> None:
+        """Forget what was found of an event, whose expected share has changed."""
+        for known in (stream.fast, stream.slow, stream.deviations, stream.hours):
+            known.pop(event, None)
+        self._windows.pop((stream.key, event), None)
+
     # --- output ----------------------------------------------------------------------------------
 
     @property
     def state(self) -> MonitorState:
         """Memory for the next controller."""
-        return MonitorState(streams=list(self._streams.values()))
+        return MonitorState(streams=list(self._streams.values()), accepted=self._accepted)
+
+    @property
+    def accepted(self) -> Sequence[AcceptedVersion]:
+        """Versions whose rollouts have passed their gates, the latest ones."""
+        return tuple(self._accepted)
 
     def deviations(self) -> list[tuple[CellKey, StreamDeviation]]:
         """Return what deviates now, by model, tenant or replica."""
@@ -213,7 +278,8 @@ class TrafficMonitor:
                 hours = stream.hours.get(kind.name, [])
                 total = sum(each[1] for each in hours)
                 baseline = stream.baselines.get(kind.name)
-                if not total or baseline is None or stream.thresholds is None:
+                is_known = baseline is not None and baseline.is_known
+                if not total or not is_known or stream.thresholds is None or baseline is None:
                     continue
                 share = sum(each[0] for each in hours) / total
                 concentration = baseline.concentration
@@ -329,6 +395,7 @@ class TrafficMonitor:
             self._count_step(stream, at, cell)
         if cells:
             self._history.append((at, self._count_slices(cells)))
+            self._volumes.count(at, merged, self._streams)
 
     def _count_slices(
         self, cells: Mapping[CellKey, TrafficCell]
@@ -346,13 +413,15 @@ class TrafficMonitor:
 
     def _count_step(self, stream: StreamState, at: float, cell: TrafficCell) -> None:
         stream.requests += cell.requests
-        if stream.thresholds is None:
-            for name, counts in cell.histograms.items():
+        for name, counts in cell.histograms.items():
+            if stream.thresholds is None or name in _CATEGORIES:
                 own = stream.histograms.setdefault(name, {})
                 for bucket, count in counts.items():
                     own[bucket] = own.get(bucket, 0) + count
         thresholds = stream.thresholds or {}
         hour = self._hour.setdefault(stream.key, {})
+        known = hour.get(VOLUME, (0, 0))
+        hour[VOLUME] = (known[0] + cell.tokens, known[1] + cell.requests)
         for kind in EVENTS:
             events, total = kind.count_events(cell, thresholds.get(kind.name))
             if not total:
@@ -360,7 +429,7 @@ class TrafficMonitor:
             known = hour.get(kind.name, (0, 0))
             hour[kind.name] = (known[0] + events, known[1] + total)
             baseline = stream.baselines.get(kind.name)
-            if stream.thresholds is None or baseline is None:
+            if stream.thresholds is None or baseline is None or not baseline.is_known:
                 continue
             expected = baseline.expected(at)
             window = self._windows.setdefault((stream.key, kind.name), deque(maxlen=FAST_WINDOW))
@@ -385,10 +454,17 @@ class TrafficMonitor:
             is_new = stream.thresholds is None and at + HOUR_S - stream.since >= LEARNING_S
             if is_new:
                 _set_thresholds(stream)
+            week, hour = hour_of_week(at)
+            if stream.thresholds is not None and week != stream.week:
+                self._update_categories(stream, stream.thresholds)
+                stream.week = week
+            if key.is_of_tenant:
+                known_tokens = stream.tokens.get(hour, 0.0)
+                stream.tokens[hour] = max(0.5 * known_tokens, float(counts[VOLUME][0]))
             for kind in EVENTS:
                 events, total = counts.get(kind.name, (0, 0))
                 baseline = stream.baselines.setdefault(kind.name, SeasonalBaseline())
-                if total and stream.thresholds is not None and not is_new:
+                if total and baseline.is_known and stream.thresholds is not None and not is_new:
                     self._count_hour(stream, kind, baseline, events, total)
                 if is_learning:
                     baseline.learn(at, events, total)
@@ -401,6 +477,27 @@ class TrafficMonitor:
         self._windows = {
             each: window for each, window in self._windows.items() if each[0] in self._streams
         }
+
+    def _update_categories(
+        self, stream: StreamState, thresholds: dict[str, Threshold | None]
+    ) -> None:
+        """Look for other usual categories, if many values of the week were not usual."""
+        for kind in EVENTS:
+            values = stream.histograms.get(kind.source, {}) if kind.max_usual else {}
+            if not values:
+                continue
+            known, usual = thresholds.get(kind.name), kind.find_usual(values)
+            cell = TrafficCell(histograms={kind.source: values})
+            events, total = kind.count_events(cell, known)
+            is_usual = known is not None and events <= 2.0 * (1.0 - kind.quantile) * total
+            if usual is not None and not is_usual:
+                thresholds[kind.name] = usual
+                events, total = kind.count_events(cell, usual)
+                baseline = stream.baselines[kind.name] = SeasonalBaseline()
+                baseline.share = (events + 1.0) / (total + 2.0)
+                self._forget(stream, kind.name)
+            halved = {bucket: count // 2 for bucket, count in values.items() if count > 1}
+            stream.histograms[kind.source] = halved
 
     def _count_hour(
         self,
@@ -432,7 +529,7 @@ class TrafficMonitor:
         streams = max(MIN_STREAMS, len(self._streams) * len(EVENTS))
         return float(streams * MONTH_S // step_s)
 
-    def _model_thresholds(self, model: str) -> Mapping[str, int | None]:
+    def _model_thresholds(self, model: str) -> Mapping[str, Threshold | None]:
         stream = self._streams.get(CellKey(model=model))
         if stream is not None and stream.thresholds is not None:
             return stream.thresholds
@@ -523,7 +620,8 @@ class TrafficMonitor:
                 if counts[bucket] < 0.01:
                     del counts[bucket]
         for _, cell in members:
-            for name, new in cell.histograms.items():
+            for name in _RACED & cell.histograms.keys():
+                new = cell.histograms[name]
                 known = values.setdefault(name, {})
                 for bucket, count in new.items():
                     known[bucket] = known.get(bucket, 0.0) + count
@@ -540,7 +638,7 @@ def _new_cell() -> TrafficCell:
     return TrafficCell(histograms={})
 
 
-def _pack(cell: TrafficCell, thresholds: Mapping[str, int | None]) -> array[int]:
+def _pack(cell: TrafficCell, thresholds: Mapping[str, Threshold | None]) -> array[int]:
     """Return events and opportunities of all events, one after the other."""
     packed = array("I")
     for kind in EVENTS:
@@ -559,18 +657,18 @@ def _set_thresholds(stream: StreamState) -> None:
     for kind in EVENTS:
         if kind.per is not None:
             baseline = stream.baselines.setdefault(kind.name, SeasonalBaseline())
-            events = sum(each[0] for each in baseline.open_hours.values())
-            events += sum(each[0] for each in baseline.hours.values())
-            total = sum(each[1] for each in baseline.open_hours.values())
-            total += sum(each[1] for each in baseline.hours.values())
-            baseline.share = baseline.share or (events + 1.0) / (total + 2.0)
+            baseline.set_share([*baseline.open_hours.values(), *baseline.hours.values()])
+            continue
+        if kind.max_usual:
             continue
         values = stream.histograms.get(kind.source, {})
         threshold = stream.thresholds[kind.name] = kind.find_threshold(values)
         cell = TrafficCell(histograms={kind.source: values})
         events, total = kind.count_events(cell, threshold)
         stream.baselines[kind.name] = SeasonalBaseline(share=(events + 1.0) / (total + 2.0))
-    stream.histograms = {}
+    stream.histograms = {
+        name: values for name, values in stream.histograms.items() if name in _CATEGORIES
+    }
 
 
 def _begin(

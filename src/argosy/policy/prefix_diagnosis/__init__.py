@@ -16,6 +16,7 @@ from argosy.policy.prefix_diagnosis.outline import (
     PromptOutline,
     PromptSegment,
     SegmentKind,
+    mask_values,
     outline_prompt,
 )
 from argosy.policy.prefix_diagnosis.prompt_memory import PromptMemory

@@ -144,6 +144,12 @@ def outline_prompt(segments: Sequence[PromptSegment], secret: bytes) -> PromptOu
     return _Outliner(secret).outline(segments)
 
 
+def mask_values(text: bytes) -> bytes:
+    """Return a text whose dates, times, ids, paths and numbers are masked."""
+    masked: bytes = _MASKS.sub(b"\0", text)
+    return masked
+
+
 class _Outliner:
     """Builds the outline of one prompt."""
 

@@ -6,6 +6,10 @@ product is a nonnegative supermartingale. So it exceeds 1 / alpha with a probabi
 is looked at. The mean over some stakes c needs no knowledge of the effect. See Waudby-Smith and Ramdas, "Estimating
 means of bounded random variables by betting", JRSS B 2024.
 
+A comparison of a size that was fixed before has a final look too. If two versions are alike, each difference is as
+likely as its opposite. So the probability that random signs lead to such a loss is a p-value, the sign test for binary
+scores. The looks on the way may err with 0.2 %, and the final one with 0.8 %: together 1 %.
+
 With binary scores this is the race e-process of rollouts with equal shares (p = 1/2). Only items on which the versions
 differ count, and the stake (r - 1) / (r + 1) bets on r losses for each win.
 """
@@ -18,12 +22,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 
 from argosy.policy.rollout.race import mean_evidence
 from argosy.policy.scaled_number import ONE, multiply, power
 
-WORSE_EVIDENCE = 100.0
-"""Evidence from which a candidate is worse. One in 100 comparisons of equal versions reaches it at most."""
+WORSE_EVIDENCE = 500.0
+"""Evidence from which a candidate is worse. One in 500 comparisons of equal versions reaches it at most."""
+FINAL_ERROR = 0.008
+"""Probability up to which the final look finds equal versions to be worse."""
+MAX_FINAL_CLUSTERS = 2000
+"""Discordant clusters up to which there is a final look. With more, the evidence suffices."""
+_GRID = 20
+"""Parts of 1 to which differences are rounded for it."""
 NOT_WORSE_EVIDENCE = 20.0
 """Evidence from which a candidate is not worse than the margin."""
 _INTERVAL_EVIDENCE = 40.0
@@ -62,6 +73,8 @@ class QualityComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Loss that counts as none."""
     worse_evidence: float
     not_worse_evidence: float
+    worse_p: float | None = None
+    """Probability of such a loss between equal versions, at the final look. None before it."""
     detectable_loss: float | None
     """Smallest loss that a comparison of this size and share of discordant clusters finds about every second time.
     None if not even a total loss would be found."""
@@ -85,6 +98,7 @@ class PairedComparison:
         self._worse = _Bet(0.0)
         self._not_worse = _Bet(-margin)
         self._verdict = QualityVerdict.UNDECIDED
+        self._worse_p: float | None = None
 
     @property
     def verdict(self) -> QualityVerdict:
@@ -103,6 +117,13 @@ class PairedComparison:
             self._verdict = QualityVerdict.WORSE
         elif self._not_worse.evidence >= NOT_WORSE_EVIDENCE:
             self._verdict = QualityVerdict.NOT_WORSE
+
+    def finish(self) -> None:
+        """Take the final look. Call it once, after a number of clusters that was fixed before the first one."""
+        self._worse_p = _test_signs(self._differences)
+        is_open = self._verdict is QualityVerdict.UNDECIDED
+        if is_open and self._worse_p is not None and self._worse_p <= FINAL_ERROR:
+            self._verdict = QualityVerdict.WORSE
 
     def summarize(self) -> QualityComparison:
         """Return the figures so far."""
@@ -124,6 +145,7 @@ class PairedComparison:
             margin=self._margin,
             worse_evidence=self._worse.evidence,
             not_worse_evidence=self._not_worse.evidence,
+            worse_p=self._worse_p,
             detectable_loss=find_detectable_loss(clusters, wins + losses),
         )
 
@@ -144,6 +166,27 @@ class _Bet:
             for product, stake in zip(self._products, _STAKES, strict=True)
         ]
         self.evidence = mean_evidence(self._products)
+
+
+def _test_signs(differences: Mapping[float, int]) -> float | None:
+    """Return the probability that differences with random signs have a sum so low; None if there are too many."""
+    steps = Counter[int]()
+    for value, count in differences.items():
+        steps[round(value * _GRID)] += count
+    del steps[0]
+    if steps.total() > MAX_FINAL_CLUSTERS:
+        return None
+    unit = math.gcd(*steps) or 1
+    loss = -sum(step * count for step, count in steps.items()) // unit
+    probabilities = np.ones(1)
+    for step, count in steps.items():
+        for _ in range(count):
+            gap = np.zeros(2 * abs(step) // unit)
+            down, up = np.concatenate([probabilities, gap]), np.concatenate([gap, probabilities])
+            probabilities = (down + up) / 2.0
+    # The position i has the sum i - n / 2 of n + 1 positions.
+    lowest = (len(probabilities) - 1) // 2 + loss
+    return min(1.0, math.fsum(probabilities[lowest:].tolist()))
 
 
 def _find_lower_bound(counts: Mapping[float, int]) -> float:
@@ -174,6 +217,7 @@ def find_detectable_loss(clusters: int, discordant: int) -> float | None:
         bet = _Bet(0.0)
         bet.add(1.0, round((differing + loss * clusters) / 2.0))
         bet.add(-1.0, round((differing - loss * clusters) / 2.0))
-        if bet.evidence >= WORSE_EVIDENCE:
+        counts = {sign: round((differing - sign * loss * clusters) / 2.0) for sign in (-1.0, 1.0)}
+        if bet.evidence >= WORSE_EVIDENCE or (_test_signs(counts) or 1.0) <= FINAL_ERROR:
             return loss
     return None

@@ -48,8 +48,15 @@ function Drift() {
   const drift = useResource("admin/drift", 30000);
   return html`<${Card} title="Drift" note="the last day beside the weeks before"><${Resource} of=${drift} isEmpty=${(data) => data.streams.length === 0}
     empty=${drift.data?.learning.length ? `Learning ${drift.data.learning.map(visible).join(", ")}. A model has a baseline after seven days.` : "No request was watched yet."}>
-    ${(data) => html`<${Table} label="Drift" columns=${DRIFT} rows=${data.streams} rowKey=${(row) => `${row.model}/${row.tenant}/${row.event}`} height=${320} csv="drift.csv" />`}<//><//>`;
+    ${(data) => html`<${Table} label="Drift" columns=${DRIFT} rows=${data.streams} rowKey=${(row) => `${row.model}/${row.tenant}/${row.event}`} height=${320} csv="drift.csv" />
+      ${data.accepted.map((each) => html`<p class="s" key=${each.model + each.version}>${acceptedText(each)}</p>`)}`}<//><//>`;
 }
+
+// What is expected since the gate of a rollout has passed.
+const acceptedText = ({ model, version, at, ratios }) => {
+  const changes = Object.entries(ratios).map(([name, ratio]) => `${name.replaceAll("_", " ")} ×${ratio.toFixed(1)}`).join(", ");
+  return `${visible(model)}: version ${visible(version.slice(0, 12))} passed its gate at ${time(at, { date: true })}. Expected since: ${changes || "no change"}.`;
+};
 
 const DRIFT = [
   { key: "model", label: "Model", value: (row) => visible(row.model) },
