@@ -29,7 +29,6 @@ from tests.support.stored_rollout import StoredRollout
 
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.admin import list_endpoints
-from argosy.lessons import LESSONS
 from argosy.store import StoreConfig
 
 # The gateway's background tasks draw random numbers in the same process while Hypothesis generates examples.
@@ -265,7 +264,7 @@ async def test_admin_api_conforms_to_its_openapi_document(admin_gateway: AdminGa
     explorer = Explorer(client, "/admin/openapi.json")
     documented = await explorer.list_operations()
     assert {(method.upper(), path) for path, method in documented} == {
-        (endpoint.method, endpoint.path) for endpoint in list_endpoints(LESSONS)
+        (endpoint.method, endpoint.path) for endpoint in list_endpoints()
     }
     ids = [*(key.id for key in store.accounts.list_keys()), "absent", "\u0000"]
     ids += [project.id for project in store.accounts.list_projects()]

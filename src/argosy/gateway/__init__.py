@@ -8,7 +8,6 @@ background, `AccountSync` polls the store for accounts, and on SIGHUP `ConfigRel
 """
 
 from argosy.gateway.adapter_rollouts import describe_rollout, read_verdict
-from argosy.gateway.admin import Lesson
 from argosy.gateway.auth import check_exposure, is_loopback
 from argosy.gateway.fleet_pools import (
     FleetPools,
@@ -16,6 +15,15 @@ from argosy.gateway.fleet_pools import (
     OtherFleetError,
     PoolsStatus,
     RoutedReplica,
+)
+from argosy.gateway.lessons import (
+    Lesson,
+    LessonControl,
+    LessonFigure,
+    LessonGoal,
+    LessonLine,
+    LessonPlot,
+    LessonRun,
 )
 from argosy.gateway.pool import ModelStartup
 from argosy.gateway.proxy import DemandReport, ModelDemand, prebuild_fast_path

@@ -23,7 +23,7 @@ from argosy.deployment import REQUEST_SETTINGS, FleetControl, GatewayConfig, Obj
 from argosy.gateway.accounting import AccountingService, AccountSync
 from argosy.gateway.adapter_keeper import AdapterKeeper
 from argosy.gateway.adapter_rollouts import AdapterRollouts
-from argosy.gateway.admin import AdminCallLimiter, AdminScope, Lesson, build_admin_routes
+from argosy.gateway.admin import AdminCallLimiter, AdminScope, build_admin_routes
 from argosy.gateway.app import GatewayApp
 from argosy.gateway.auth import Authenticator, check_exposure, describe_key_command
 from argosy.gateway.backup_scheduler import BackupScheduler
@@ -58,6 +58,7 @@ from argosy.gateway.fleet_pools import FleetPools, FleetPoolsHandler, load_fleet
 from argosy.gateway.gateway_alerts import build_alerting
 from argosy.gateway.gateway_part import GatewayPart, do_nothing
 from argosy.gateway.http_route import HttpRoute
+from argosy.gateway.lessons import Lesson
 from argosy.gateway.model_registry import ModelRegistry, ReplicaAdmin, build_model_entries
 from argosy.gateway.objective_recorder import ObjectiveRecorder
 from argosy.gateway.operations import OperationsHandlers, list_replica_readings
@@ -627,9 +628,10 @@ class GatewayServer:
             objective_reader=self._objective_reader,
             fleet_logs=self._replica_logs,
             alert_admin=alert_admin,
+            lessons=self._lessons,
         )
         on_changed = do_nothing if accounting is None else accounting.notify_changed
-        return build_admin_routes(admin_scope, self._authenticator, on_changed, self._lessons)
+        return build_admin_routes(admin_scope, self._authenticator, on_changed)
 
     def _build_console(
         self, store: Store | None, read_metrics: Callable[[], GatewayGauges]

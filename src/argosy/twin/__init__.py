@@ -23,5 +23,6 @@ from argosy.twin.scenario import (
     write_scenario,
 )
 from argosy.twin.shrinking import shrink
+from argosy.twin.simulation import derive_stream
 from argosy.twin.step_cost import StepCost
 from argosy.twin.workload import Lengths, SimulatedRequest, Span, Tenant, Workload

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from argosy.engine.scheduling import SchedulerLimits
+from argosy.engine.scheduling import BatchingPolicy, SchedulerLimits
 from argosy.policy import ReplicaStatus
 from argosy.policy.autoscaling import (
     ArrivedTokens,
@@ -47,8 +47,8 @@ from argosy.twin.step_cost import StepCost
 
 POOL = "pool"
 LAUNCHER = "simulated"
-OBSERVATION_INTERVAL_S = 2.0
-MAX_OBSERVATION_GAP_S = 3.0
+MAX_GAP_INTERVALS = 1.5
+"""Intervals without an observation after which the controller has not seen what happened."""
 SCALING_INTERVAL_S = 5.0
 PUBLISH_S = 0.5
 """Time until a gateway follows a published rotation."""
@@ -82,6 +82,7 @@ class SimulatedFleet:
         pool: Settings of the pool.
         desired: Pool as it is declared.
         limits: Limits of each replica's scheduler.
+        batching: Its policy by which sequences join the batch.
         cost: Price of the steps.
         fidelity: Fidelity of the replicas.
         rollout: Decides which versions run.
@@ -95,6 +96,7 @@ class SimulatedFleet:
         desired: DesiredPool,
         *,
         limits: SchedulerLimits,
+        batching: BatchingPolicy,
         cost: StepCost,
         fidelity: Fidelity,
         rollout: SimulatedRollout,
@@ -111,6 +113,8 @@ class SimulatedFleet:
         """Part of it in which they computed steps."""
         self._simulation = simulation
         self._limits = limits
+        self._batching = batching
+        self._scaling_interval_s = max(SCALING_INTERVAL_S, pool.control_interval_s)
         self._cost = cost
         self._fidelity = fidelity
         self._pool = pool
@@ -138,9 +142,9 @@ class SimulatedFleet:
             self._become_ready(member, member.attempt)
             member.in_rotation = True
             self._publish(name)
-        self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
+        self._simulation.call_later(self._pool.control_interval_s, self._control)
         if self._scaling is not None:
-            self._simulation.call_later(SCALING_INTERVAL_S, self._scale)
+            self._simulation.call_later(self._scaling_interval_s, self._scale)
 
     def declare(self, slowdown: float, *, fails_to_start: bool) -> None:
         """Declare another version, which a rollout introduces."""
@@ -235,6 +239,7 @@ class SimulatedFleet:
             name,
             self._simulation,
             limits=self._limits,
+            batching=self._batching,
             cost=self._cost,
             fidelity=self._fidelity,
             version=self._versions[generation - 1],
@@ -278,7 +283,10 @@ class SimulatedFleet:
     def _control(self) -> None:
         now = self._simulation.now + self.clock_offset_s
         self._observing_since = continue_observation(
-            self._observing_since, self._observed_at, now, MAX_OBSERVATION_GAP_S
+            self._observing_since,
+            self._observed_at,
+            now,
+            MAX_GAP_INTERVALS * self._pool.control_interval_s,
         )
         self._observed_at = now
         observed = self._observe_all()
@@ -287,7 +295,7 @@ class SimulatedFleet:
         if self._rollout.route is not route:
             self._gateway.follow_route()
         self._reconcile(observed, now)
-        self._simulation.call_later(OBSERVATION_INTERVAL_S, self._control)
+        self._simulation.call_later(self._pool.control_interval_s, self._control)
 
     def _reconcile(self, observed: ObservedFleet, now: float) -> None:
         """Act until nothing is left to do, as a controller reconciles again after each change."""
@@ -427,13 +435,13 @@ class SimulatedFleet:
         before, self._tokens_before = self._tokens_before, (arrived, served)
         queues = [each.queue for each in gateway.core.queues.values()]
         arrivals = [at for each in queues if (at := each.oldest_arrival()) is not None]
-        self._learn(ready, (served - before[1]) / SCALING_INTERVAL_S)
+        self._learn(ready, (served - before[1]) / self._scaling_interval_s)
         decision = self.autoscaler.decide(
             PoolObservation(
                 at=now,
                 desired_replicas=desired,
                 ready_replicas=len(ready),
-                arrivals=(ArrivedTokens(arrived - before[0], SCALING_INTERVAL_S),),
+                arrivals=(ArrivedTokens(arrived - before[0], self._scaling_interval_s),),
                 queued_requests=sum(map(len, queues)),
                 queued_tokens=sum(each.cost_tokens for each in queues),
                 queue_age_s=max(0.0, now - min(arrivals, default=now)),
@@ -447,7 +455,7 @@ class SimulatedFleet:
         if decision.target != desired:
             self._simulation.trace(f"scale {decision.target} {decision.reason}")
             self.desired = msgspec.structs.replace(self.desired, replicas=decision.target)
-        self._simulation.call_later(SCALING_INTERVAL_S, self._scale)
+        self._simulation.call_later(self._scaling_interval_s, self._scale)
 
     def _learn(self, ready: list[SimulatedReplica], served_per_s: float) -> None:
         """Learn the capacity of a replica, as the controller does from load reports."""

@@ -12,7 +12,14 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from argosy.engine import EngineRequest
-from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
+from argosy.engine.scheduling import (
+    BatchingPolicy,
+    Scheduler,
+    SchedulerLimits,
+    Sequence,
+    StepPlan,
+    StepResult,
+)
 from argosy.twin.simulation import NS_PER_S, Simulation, require
 from argosy.twin.step_cost import StepCost
 
@@ -50,6 +57,7 @@ class SimulatedReplica:
         name: Name in the trace.
         simulation: Clock and events.
         limits: Limits of its scheduler.
+        batching: Policy by which sequences join its batch.
         cost: Price of its steps.
         fidelity: Whether decode steps are applied at once.
         version: What it runs.
@@ -62,6 +70,7 @@ class SimulatedReplica:
         simulation: Simulation,
         *,
         limits: SchedulerLimits,
+        batching: BatchingPolicy,
         cost: StepCost,
         fidelity: Fidelity,
         version: Version,
@@ -76,7 +85,7 @@ class SimulatedReplica:
         """Whether its load report does not change."""
         self.is_cache_corrupt = False
         """Whether the blocks that it restores from host memory do not match their digests."""
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, batching)
         self.generation = version.generation
         self.slowdown = version.slowdown
         """Factor by which steps take longer."""
@@ -85,6 +94,7 @@ class SimulatedReplica:
         self.decode_tokens = 0
         self._simulation = simulation
         self._limits = limits
+        self._batching = batching
         self._cost = cost
         tokens = limits.max_step_tokens
         self._prefill_rate = tokens / cost.step_seconds(0, 0, ((tokens, 0),))
@@ -126,7 +136,7 @@ class SimulatedReplica:
         self.settle()
         self._run += 1
         self._is_busy, self._leap = False, None
-        self.scheduler = Scheduler(self._limits)
+        self.scheduler = Scheduler(self._limits, self._batching)
 
     def slow_down(self, factor: float) -> None:
         """Let the steps from the next one on take `factor` times as long as they do in its version."""

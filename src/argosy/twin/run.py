@@ -148,6 +148,7 @@ class TwinRun:
                 name=POOL, launcher=LAUNCHER, generation=1, replicas=pool.replicas, max_surge=1
             ),
             limits=scenario.engine.build_limits(),
+            batching=scenario.engine.build_policy(),
             cost=scenario.engine.build_cost(),
             fidelity="exact" if scenario.fidelity == "exact" else "macro",
             rollout=self.rollout,

@@ -10,7 +10,12 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from argosy.engine.scheduling import SchedulerLimits
+from argosy.engine.scheduling import (
+    BatchingPolicy,
+    ContinuousBatching,
+    SchedulerLimits,
+    StaticBatching,
+)
 from argosy.policy import RoutingPolicyName
 from argosy.policy.rollout import RolloutPlan, RolloutStep
 from argosy.settings import SettingsDocument, convert_settings, dump_yaml, load_yaml
@@ -58,6 +63,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_prefill_fraction: Fraction = 0.5
     watermark: Fraction = 0.01
     prefix_cache: bool = True
+    batching: Literal["continuous", "static"] = "continuous"
+    """`static` forms a batch only when the one before has ended, to compare with."""
     ridge_tokens: Annotated[int, Meta(ge=1)] = 30
     cost: LinearStepCost = LinearStepCost()
     cost_samples: tuple[LinearStepCost, ...] = ()
@@ -70,6 +77,10 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def build_cost(self) -> StepCost:
         """Return the price of the steps. Raises ValueError if the hardware is unknown."""
         return self.cost if self.hardware is None else self.hardware.build_cost()
+
+    def build_policy(self) -> BatchingPolicy:
+        """Return the policy by which sequences join the batch."""
+        return StaticBatching() if self.batching == "static" else ContinuousBatching()
 
     def build_limits(self) -> SchedulerLimits:
         """Return the limits of the scheduler."""
@@ -103,6 +114,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Time from the start of a replica until it serves."""
     probe_interval_s: Annotated[float, Meta(ge=0.5, le=60)] = 0.5
     """Shortest time between two health checks of a replica. More than the production's makes runs faster."""
+    control_interval_s: Annotated[float, Meta(ge=2, le=60)] = 2.0
+    """Time between two observations of the controller. More than the production's makes runs faster."""
     zones: Annotated[int, Meta(ge=1, le=100)] = 3
     """Zones over which the replicas are spread."""
     regions: Annotated[int, Meta(ge=1, le=100)] = 1

@@ -83,6 +83,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     system_prompt: Lengths = Lengths(median=500, sigma=0.6, maximum=2000)
     diurnal: bool = False
     """Whether the rate follows the hour of the day."""
+    day_s: Positive = DAY_S
+    """Length of a day for `diurnal`."""
     start_hour: Annotated[float, Meta(ge=0, lt=24)] = 12.0
     leave_fraction: Fraction = 0.02
     """Part of the requests whose client leaves before the end of the answer."""
@@ -221,7 +223,7 @@ class _Generator:
         while at_s < self._duration_s:
             self._add_session(stream, tenant.name, system, at_s)
             gap_s = stream.gammavariate(shape, 1.0 / shape) / rate
-            hour = workload.start_hour + at_s / 3600.0
+            hour = workload.start_hour + 24.0 * at_s / workload.day_s
             at_s += gap_s / diurnal_rate(hour) if workload.diurnal else gap_s
 
     def _add_session(

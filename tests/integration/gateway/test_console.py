@@ -20,7 +20,6 @@ from tests.support.organisations import AdminGateway, Json, run_admin_gateway
 
 from argosy.deployment import AuthConfig, ConsoleConfig
 from argosy.gateway.admin import list_endpoints
-from argosy.lessons import LESSONS
 from argosy.store import ConsoleSessionStore, StoreError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -335,7 +334,7 @@ async def test_restrictions_hold_in_every_way_to_present_a_key(
 async def test_methods_that_no_route_declares_are_refused(shared_gateway: AdminGateway) -> None:
     client = shared_gateway.client
     declared: dict[str, set[str]] = {}
-    for endpoint in list_endpoints(LESSONS):
+    for endpoint in list_endpoints():
         path = endpoint.path.replace("{id}", "some")
         declared.setdefault(path, set()).add(endpoint.method)
     declared |= {"/console/session": {"GET", "POST", "DELETE"}, "/console/events": {"GET"}}

@@ -10,4 +10,4 @@ bound concurrent calls (`call_limiter`) and define the JSON types (`schemas`).
 
 from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.endpoints import AdminRequest, AdminScope
-from argosy.gateway.admin.routes import Lesson, build_admin_routes, list_endpoints
+from argosy.gateway.admin.routes import build_admin_routes, list_endpoints

@@ -17,6 +17,7 @@ from argosy.gateway.admin.call_limiter import AdminCallLimiter
 from argosy.gateway.admin.change_check import check_change
 from argosy.gateway.auth import Authenticator, organisation_scope
 from argosy.gateway.cache_admin import CacheAdmin
+from argosy.gateway.lessons import Lesson
 from argosy.gateway.model_registry import ReplicaAdmin
 from argosy.gateway.prefix_doctor import PrefixDoctor
 from argosy.gateway.principal import Principal
@@ -116,6 +117,8 @@ class AdminScope:
     """Alerts. None in tests without a server."""
     simulations: SimulationRunner = field(default_factory=SimulationRunner)
     """Runs simulations."""
+    lessons: Sequence[Lesson] = ()
+    """Lessons of the console."""
     check: ChangeCheck | None = None
     """Refuses changes of accounts that the caller may not make."""
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qsl
 
-import msgspec
 import structlog
 
 from argosy.gateway.admin import (
@@ -56,40 +54,9 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 DISCONNECT_POLL_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """Simulation with which the console shows how a part of the product decides.
-
-    A package above the gateway offers them, since they also run the engine.
-    """
-
-    name: str
-    """Last segment of the path."""
-    summary: str
-    parameters: type[msgspec.Struct]
-    """Parameters of the query. All have defaults."""
-    result: Any
-    """Type of what `run` returns."""
-    run: Callable[[Any], Any]
-    """Runs the simulation. Called in worker threads."""
-
-
-def _register_lesson(endpoints: AdminEndpoints, lesson: Lesson) -> None:
-    def run_lesson(scope: AdminScope, request: AdminRequest) -> Any:  # noqa: ANN401, ARG001 - the same for all callers
-        return lesson.run(request.query)
-
-    run_lesson.__name__ = f"run_{lesson.name.replace('-', '_')}_lesson"
-    run_lesson.__doc__ = lesson.summary
-    run_lesson.__annotations__["return"] = lesson.result
-    path = f"/admin/lessons/{lesson.name}"
-    endpoints.register("GET", path, "user", query_type=lesson.parameters)(run_lesson)
-
-
-def list_endpoints(lessons: Sequence[Lesson] = ()) -> list[AdminEndpoint]:
-    """Return all endpoints, among them those of lessons and of the OpenAPI document."""
+def list_endpoints() -> list[AdminEndpoint]:
+    """Return all endpoints, among them that of the OpenAPI document."""
     built = AdminEndpoints()
-    for lesson in lessons:
-        _register_lesson(built, lesson)
 
     @cache
     def render_document() -> bytes:
@@ -133,7 +100,6 @@ def build_admin_routes(
     admin_scope: AdminScope,
     authenticator: Authenticator,
     on_accounts_changed: Callable[[], object] = lambda: None,
-    lessons: Sequence[Lesson] = (),
 ) -> list[HttpRoute]:
     """Return the routes of the admin API.
 
@@ -141,7 +107,6 @@ def build_admin_routes(
         admin_scope: What the endpoints work on. Without what an endpoint needs it answers 404.
         authenticator: Account changes are applied to it before they are answered.
         on_accounts_changed: Called on the event loop's thread after accounts changed and the authenticator is updated.
-        lessons: Lessons of the console.
     """
     caller = _EndpointCaller(admin_scope, authenticator, on_accounts_changed)
     return [
@@ -154,7 +119,7 @@ def build_admin_routes(
             scope=endpoint.scope,
             is_same_origin=True,
         )
-        for endpoint in list_endpoints(lessons)
+        for endpoint in list_endpoints()
     ]
 
 

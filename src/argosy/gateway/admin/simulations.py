@@ -1,4 +1,4 @@
-"""Endpoint that simulates what a change of the fleet does to requests.
+"""Endpoints that simulate: what a change of the fleet does to requests, and the lessons of the console.
 
 Each run is a process of its own with bounds (`SimulationRunner`), and ends when its caller disconnects.
 """
@@ -14,6 +14,8 @@ from msgspec import Meta
 from argosy.deployment import ChangeForecast, PoolVariation
 from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.fleet import Declaration
+from argosy.gateway.admin.schemas import Page, build_page
+from argosy.gateway.lessons import Lesson, LessonRun
 from argosy.process import run_in_daemon_thread
 from argosy.protocol import ApiError
 from argosy.store import default_store_url
@@ -60,3 +62,36 @@ async def forecast_fleet_change(scope: AdminScope, request: AdminRequest) -> Cha
         (None if store is None else store.url) or default_store_url(),
     )
     return msgspec.json.decode(answer, type=ChangeForecast)
+
+
+class RunLesson(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lesson, and values of its controls. The others have those of the start."""
+
+    lesson: Annotated[str, Meta(min_length=1, max_length=100)]
+    values: Annotated[dict[str, int], Meta(max_length=50)] = {}
+
+
+@endpoints.register("GET", "/admin/lessons", "user", is_nonblocking=True)
+def list_lessons(scope: AdminScope, request: AdminRequest) -> Page[Lesson]:  # noqa: ARG001 - the same for all callers
+    """List the lessons of the console with their controls."""
+    return build_page(list(scope.lessons))
+
+
+@endpoints.register(
+    "POST",
+    "/admin/lessons/run",
+    "user",
+    body_type=RunLesson,
+    is_nonblocking=True,
+    is_long_poll=True,
+    changes_nothing=True,
+)
+async def run_lesson(scope: AdminScope, request: AdminRequest) -> LessonRun:
+    """Run a lesson: a simulation with the product's own code."""
+    body = request.body
+    lesson = next((each for each in scope.lessons if each.id == body.lesson), None)
+    if lesson is None:
+        raise ApiError(404, "not_found", f"There is no lesson '{body.lesson}'.")
+    content = msgspec.json.encode(lesson.complete_values(body.values))
+    answer = await scope.simulations.run(("argosy.lessons", lesson.id), content, request.actor)
+    return msgspec.json.decode(answer, type=LessonRun)

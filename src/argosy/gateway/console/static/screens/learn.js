@@ -1,84 +1,100 @@
-// Learn: pictures of the product's own policy code at work, with sliders, step and play.
+// Learn: simulations with the product's own code. A lesson is data: its controls, plots and figures are drawn alike.
 import { html, useEffect, useRef, useState } from "../vendor.js";
-import { may, query as withQuery, useResource } from "../core/api.js";
+import { useResource } from "../core/api.js";
+import { count, duration, exact, MISSING } from "../core/format.js";
 import { link, route, setQuery } from "../core/router.js";
-import { Batching } from "../lessons/batching.js";
-import { CircuitBreaker } from "../lessons/circuit-breaker.js";
-import { FairQueue } from "../lessons/fair-queue.js";
-import { KvBlocks } from "../lessons/kv-blocks.js";
-import { Limits } from "../lessons/limits.js";
-import { Card, Resource, Select } from "../ui/parts.js";
+import { Card, Pill, Resource, Select } from "../ui/parts.js";
+import { RunState, useRun } from "../ui/simulation.js";
 
-const LESSONS = [
-  { id: "kv-blocks", title: "KV blocks", Picture: KvBlocks, question: "How do requests of different lengths share one KV cache?",
-    setting: "kv_memory sets the size of the KV cache of a replica, and prefix_cache: false turns sharing off. Prompts share blocks within one cache domain only.", page: "explanation/routing-and-kv-cache.md" },
-  { id: "batching", title: "Batching", Picture: Batching, question: "Why does a server not wait until a batch is complete?",
-    setting: "batching: continuous is the default, and max_seqs is the number of places. static and dynamic are for comparison.", page: "reference/fleet-file.md" },
-  { id: "fair-queue", title: "Fair queue", Picture: FairQueue, question: "One tenant sends far more than the others. Who is served next?",
-    setting: "A project has a tier and a weight. Higher tiers go first; projects of one tier share tokens by weight.", page: "explanation/queueing-and-fairness.md", screen: ["tenants", { tab: "projects" }, "Open the projects"], scope: "organisation" },
-  { id: "limits", title: "Limits and budgets", Picture: Limits, question: "When is a request rejected, and when may the client try again?",
-    setting: "argosy tenants limits set gives an organisation, a project, a user or a key a limit for a second, minute, hour, day or month.", page: "explanation/limits-and-leases.md", screen: ["tenants", { tab: "limits" }, "Open the limits"], scope: "organisation" },
-  { id: "circuit-breaker", title: "Circuit breaker", Picture: CircuitBreaker, question: "A replica fails. How do requests avoid it, and how does it come back?",
-    setting: "Three failures in a row open a breaker for 2 s, then 4, 8 and 10 s. Failures of half of the last 20 attempts open it too.", page: "explanation/replica-status.md", screen: ["models", {}, "Open the replicas"], scope: "gateway" },
-];
-const SPEEDS = [["1", "1 frame per s"], ["2", "2 frames per s"], ["5", "5 frames per s"], ["10", "10 frames per s"]];
+const HEIGHT = 190, LEFT = 52, RIGHT = 12, TOP = 8, BOTTOM = 22;
+const colorOf = (index) => `var(--s${1 + (index % 6)})`;
 
 export default function Learn() {
+  const lessons = useResource("admin/lessons");
+  return html`<${Resource} of=${lessons} empty="This gateway has no lessons." height=${360}>${({ data }) => html`<${Lessons} lessons=${data} />`}<//>`;
+}
+
+function Lessons({ lessons }) {
   const { parts: [id] } = route.value;
-  const lesson = LESSONS.find((one) => one.id === (id ?? LESSONS[0].id));
-  return html`<nav class="row" aria-label="Lessons">${LESSONS.map((one) => html`<a key=${one.id} class="btn" href=${link("learn", [one.id])} aria-current=${one === lesson ? "page" : undefined}>${one.title}</a>`)}</nav>
+  const lesson = lessons.find((one) => one.id === (id ?? lessons[0].id));
+  return html`<nav class="row" aria-label="Lessons">${lessons.map((one) => html`<a key=${one.id} class="btn" href=${link("learn", [one.id])} aria-current=${one === lesson ? "page" : undefined}>${one.title}</a>`)}</nav>
     ${lesson ? html`<${Lesson} key=${lesson.id} lesson=${lesson} />` : html`<${Card} title="There is no such lesson"><p>The address may be wrong. <a href=${link("learn")}>Open the first lesson</a></p><//>`}`;
 }
 
+// The address has the values that differ from those of the start.
 function Lesson({ lesson }) {
-  const { at, speed, ...values } = route.value.query;
-  const resource = useResource(withQuery(`admin/lessons/${lesson.id}`, values));
-  const last = useRef(undefined); // stays while other values are computed, so that sliders keep the focus
-  if (resource.data) last.current = resource.data;
-  const { setting, page, screen, scope } = lesson;
-  const data = resource.data ?? (resource.error ? undefined : last.current);
-  return html`<${Card} title=${lesson.question}><${Resource} of=${{ ...resource, data }} height=${360}>${(run) => html`
-      <div class="lesson"><div class="side-form">${run.parameters.map((parameter) => html`<${Slider} key=${parameter.name} parameter=${parameter} />`)}
-        <button class="btn" onClick=${() => setQuery(Object.fromEntries(run.parameters.map(({ name }) => [name, undefined])))}>Use the defaults</button></div>
-      <${Player} run=${run} Picture=${lesson.Picture} /></div>`}<//>
-    ${resource.error?.status === 400 ? html`<p><a href=${link("learn", [lesson.id])}>Use the defaults</a></p>` : null}<//>
-    <${Card} title="In Argosy"><p>${setting} <span class="s">See <code>docs/${page}</code>.</span></p>${screen && may("viewer", scope) ? html`<a href=${link(screen[0], [], screen[1])}>${screen[2]}</a>` : null}<//>`;
+  const run = useRun();
+  const { query } = route.value;
+  const values = Object.fromEntries(lesson.controls.map(({ name, value }) => [name, query[name] === undefined ? value : Number(query[name])]));
+  const text = JSON.stringify(values);
+  useEffect(() => { run.run("admin/lessons/run", { lesson: lesson.id, values: JSON.parse(text) }); }, [text]);
+  return html`<${Card} title=${lesson.question}>
+      <p class="says"><b>Look.</b> ${lesson.look}</p>
+      <div class="lesson"><div class="side-form">${lesson.controls.map((control) => html`<${Control} key=${control.name} control=${control} value=${values[control.name]} />`)}
+        <button class="btn" onClick=${() => setQuery(Object.fromEntries(lesson.controls.map(({ name }) => [name, undefined])))}>Use the defaults</button></div>
+      <div class="stack"><${RunState} of=${run} />${run.data ? html`<${Result} result=${run.data} />` : null}</div></div><//>
+    <${Card} title="In Argosy"><p>${lesson.setting} <span class="s">See <code>docs/${lesson.page}</code>.</span></p><//>`;
 }
 
-function Slider({ parameter }) {
-  const { name, label, unit, value, minimum, maximum, step } = parameter;
+function Control({ control, value }) {
+  const { name, label, unit, minimum, maximum, step, choices } = control;
   const [moved, setMoved] = useState(value);
   useEffect(() => setMoved(value), [value]);
+  const save = (text) => setQuery({ [name]: Number(text) === control.value ? undefined : text });
+  if (choices.length) return html`<${Select} label=${label} value=${String(value)} options=${choices.map((choice, index) => [String(minimum + index), choice])} onChange=${save} />`;
   return html`<label class="field"><span>${label}: <b>${moved}</b> ${unit}</span>
     <input type="range" min=${minimum} max=${maximum} step=${step} value=${moved} aria-valuetext=${`${moved} ${unit}`}
-      onInput=${(event) => setMoved(Number(event.target.value))} onChange=${(event) => setQuery({ [name]: event.target.value })} /></label>`;
+      onInput=${(event) => setMoved(Number(event.target.value))} onChange=${(event) => save(event.target.value)} /></label>`;
 }
 
-// Plays the frames. The address has the position where it stands still, since browsers limit how often it may change.
-function Player({ run, Picture }) {
-  const { query } = route.value;
-  const end = run.frames.length - 1;
-  const speed = SPEEDS.some(([value]) => value === query.speed) ? query.speed : "2";
-  const [playedTo, setPlayedTo] = useState(null); // null while it stands still
-  const isPlaying = playedTo !== null;
-  const index = Math.min(end, Math.max(0, isPlaying ? playedTo : Math.floor(Number(query.at)) || 0));
-  const go = (next) => { setPlayedTo(null); setQuery({ at: Math.min(end, Math.max(0, next)) || undefined }); };
+const show = (value, unit) => (value === null ? MISSING : unit === "$" ? `$${value.toFixed(2)}` : `${exact(Math.abs(value) >= 100 ? Math.round(value) : Math.round(value * 100) / 100)} ${unit}`.trim());
+
+function Result({ result }) {
+  const { variants, plots, figures, goals, finding, identity } = result;
+  return html`${goals.length ? html`<ul class="goals" aria-label="Goals">${goals.map(({ text, is_met: isMet }) => html`<li key=${text}><${Pill} kind=${isMet ? "ok" : "bad"}>${isMet ? "met" : "missed"}<//> ${text}</li>`)}</ul>` : null}
+    <p role="status"><b>Result.</b> ${finding}</p>
+    <div class="leg">${variants.map((label, index) => html`<span key=${label}><i style=${{ borderColor: colorOf(index), borderTopStyle: index % 2 ? "dashed" : "solid" }}></i>${label}</span>`)}</div>
+    <div class="columns">${plots.map((plot) => html`<${Plot} key=${plot.title} plot=${plot} />`)}</div>
+    <div class="rows" role="region" aria-label="Figures" tabindex="0"><table><thead><tr><th>Figure</th>${variants.map((label) => html`<th key=${label} class="n">${label}</th>`)}</tr></thead>
+      <tbody>${figures.map(({ label, unit, values }) => html`<tr key=${label}><td>${label}</td>${values.map((value, index) => html`<td key=${index} class="n">${show(value, unit)}</td>`)}</tr>`)}</tbody></table></div>
+    <p class="s">${identity}</p>`;
+}
+
+// Lines over time, or over the values of another quantity, which then have equal distances.
+function Plot({ plot }) {
+  const box = useRef(null);
+  const [width, setWidth] = useState(0);
   useEffect(() => {
-    if (!isPlaying) return undefined;
-    if (index >= end) { go(end); return undefined; }
-    const timer = setTimeout(() => setPlayedTo(index + 1), 1000 / Number(speed));
-    return () => clearTimeout(timer);
-  }, [isPlaying, index, end, speed]);
-  const values = Object.fromEntries(run.parameters.map(({ name, value }) => [name, value]));
-  return html`<div class="side-form"><div class="row">
-      <button class="btn" onClick=${() => go(0)} disabled=${index === 0 && !isPlaying}>Start</button>
-      <button class="btn" onClick=${() => go(index - 1)} disabled=${index === 0}>Back</button>
-      <button class="btn primary" onClick=${() => (isPlaying ? go(index) : setPlayedTo(index >= end ? 0 : index))}>${isPlaying ? "Pause" : "Play"}</button>
-      <button class="btn" onClick=${() => go(index + 1)} disabled=${index === end}>Step</button>
-      <${Select} label="Speed" value=${speed} options=${SPEEDS} onChange=${(value) => setQuery({ speed: value })} /></div>
-    <label class="field"><span>Frame <b>${index + 1}</b> of ${end + 1}</span>
-      <input type="range" min="0" max=${end} value=${index} aria-valuetext=${`frame ${index + 1} of ${end + 1}`} onInput=${(event) => go(Number(event.target.value))} /></label>
-    <p class="says" role="status" aria-live=${isPlaying ? "off" : "polite"}>${run.frames[index].text}</p>
-    <${Picture} frame=${run.frames[index]} frames=${run.frames} index=${index} values=${values} />
-    ${index === end ? html`<p><b>Result.</b> ${run.result}</p>` : null}</div>`;
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    observer.observe(box.current);
+    return () => observer.disconnect();
+  }, []);
+  const { title, unit, x, x_label: xLabel, lines } = plot;
+  const top = roundUp(Math.max(...lines.flatMap(({ values }) => values), 0));
+  const last = x.length - 1;
+  const toX = (index) => LEFT + ((xLabel ? index / last : x[index] / x[last]) * (width - LEFT - RIGHT));
+  const toY = (value) => TOP + (1 - value / top) * (HEIGHT - TOP - BOTTOM);
+  const marks = xLabel ? x.map((value, index) => [index, String(value)]) : [0.25, 0.5, 0.75, 1].map((part) => [Math.round(part * last), duration(x[Math.round(part * last)])]);
+  return html`<div ref=${box}><h3>${title} <span class="s">${[unit, xLabel ? `by ${xLabel}` : ""].filter(Boolean).join(", ")}</span></h3>
+    ${width ? html`<svg class="pic" role="img" aria-label=${title} width=${width} height=${HEIGHT}>
+      ${[0, 0.5, 1].map((part) => html`<g key=${part}><line x1=${LEFT} x2=${width - RIGHT} y1=${toY(part * top)} y2=${toY(part * top)} stroke="var(--line)" /><text x=${LEFT - 6} y=${toY(part * top) + 4} text-anchor="end">${count(part * top)}</text></g>`)}
+      ${marks.map(([index, text]) => html`<text key=${index} x=${toX(index)} y=${HEIGHT - 4} text-anchor=${index === last ? "end" : "middle"}>${text}</text>`)}
+      ${lines.map(({ label, values }, index) => html`<path key=${label} d=${toPath(values, toX, toY)} fill="none" stroke=${colorOf(index)} stroke-width="2" stroke-dasharray=${index % 2 ? "6 3" : undefined} />`)}</svg>` : null}</div>`;
+}
+
+// A point without a value is left out of the line. One between two of them is a dot.
+function toPath(values, toX, toY) {
+  let path = "", isDown = false;
+  values.forEach((value, index) => {
+    if (value === null) return;
+    path += `${isDown ? "L" : "M"}${toX(index).toFixed(1)} ${toY(value).toFixed(1)}`;
+    isDown = true;
+  });
+  return path;
+}
+
+function roundUp(value) {
+  if (!(value > 0)) return 1;
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((factor) => factor * unit >= value) * unit;
 }

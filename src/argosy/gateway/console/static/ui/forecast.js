@@ -1,35 +1,11 @@
 // What a change does to requests, by a simulation: before a declaration is applied, and for other settings of a pool.
-import { html, useEffect, useRef, useState } from "../vendor.js";
-import { call } from "../core/api.js";
+import { html, useState } from "../vendor.js";
 import { exact, MISSING, plural, visible } from "../core/format.js";
 import { Card, Field, Select } from "./parts.js";
+import { RunState, useRun } from "./simulation.js";
 
 const ROUTINGS = ["least-cost", "round-robin", "power-of-two", "latency", "hash"];
 const PERIODS = [["3600", "the last hour"], ["86400", "the last day"], ["604800", "the last 7 days"]];
-
-// A run of a simulation that a new one, the button or the end of the screen cancels.
-export function useRun() {
-  const [state, setState] = useState({ isRunning: false, data: null, error: "" });
-  const controller = useRef(null);
-  const cancel = () => controller.current?.abort();
-  useEffect(() => cancel, []);
-  const run = async (path, body) => {
-    cancel();
-    const own = (controller.current = new AbortController());
-    setState((before) => ({ ...before, isRunning: true, error: "" }));
-    try {
-      const data = await (await call("POST", path, body, own.signal)).json();
-      setState({ isRunning: false, data, error: "" });
-    } catch (error) {
-      if (error.name !== "AbortError") setState({ isRunning: false, data: null, error: error.message });
-      else if (controller.current === own) setState((before) => ({ ...before, isRunning: false }));
-    }
-  };
-  return { ...state, run, cancel };
-}
-
-export const RunState = ({ of: run }) => html`${run.isRunning ? html`<p class="note" role="status">Simulating. <button type="button" class="link" onClick=${run.cancel}>Cancel</button></p>` : null}
-  ${run.error ? html`<p class="failure" role="alert">${visible(run.error)}</p>` : null}`;
 
 export function Forecast({ body }) {
   const run = useRun();
