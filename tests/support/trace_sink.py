@@ -1,4 +1,4 @@
-"""Receivers of traces: sinks over HTTP and gRPC that decode what they get, and rotel, a collector before them."""
+"""Receivers of traces: sinks over HTTP and gRPC that decode what they get, rotel, a collector, and Phoenix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import importlib.util
+import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
@@ -157,4 +159,46 @@ async def rotel(sink: TraceSink, folder: Path, protocol: str) -> AsyncIterator[s
     finally:
         if process.returncode is None:
             process.terminate()
+        await process.wait()
+
+
+PHOENIX = Path(
+    os.environ.get("ARGOSY_PHOENIX", Path(__file__).parents[2] / ".venv-peers" / "phoenix")
+)
+
+
+@contextlib.asynccontextmanager
+async def phoenix(folder: Path) -> AsyncIterator[httpx2.AsyncClient]:
+    """Run Arize Phoenix, which `make peers/phoenix` installs, and yield a client of its API."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        http_port, grpc_port = (str(each.getsockname()[1]) for each in sockets)
+    environment = {
+        "PHOENIX_WORKING_DIR": str(folder),
+        "PHOENIX_HOST": "127.0.0.1",
+        "PHOENIX_PORT": http_port,
+        "PHOENIX_GRPC_PORT": grpc_port,
+        "PHOENIX_TELEMETRY_ENABLED": "false",
+        "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
+    }
+    process = await asyncio.create_subprocess_exec(
+        PHOENIX / "bin" / "phoenix",
+        "serve",
+        env=os.environ | environment,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        url = f"http://127.0.0.1:{http_port}"
+        async with httpx2.AsyncClient(base_url=url, timeout=30) as client:
+            while True:
+                with contextlib.suppress(httpx2.TransportError):
+                    await client.get("/v1/projects")
+                    break
+                assert process.returncode is None, "Phoenix has ended"
+                await asyncio.sleep(0.2)
+            yield client
+    finally:
+        if process.returncode is None:
+            process.kill()
         await process.wait()

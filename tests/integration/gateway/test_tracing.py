@@ -11,14 +11,16 @@ import httpx2
 import pytest
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.gateway_client import QUICK_TIMEOUTS, parse_stream, run_gateway_server
+from tests.support.gateway_processes import open_organisation
 from tests.support.replica_servers import MODEL, serve
-from tests.support.trace_sink import grpc_sink, rotel, trace_sink
+from tests.support.trace_sink import PHOENIX, grpc_sink, phoenix, rotel, trace_sink
 from tests.support.waiting import until
 
 from argosy.deployment import GatewayConfig, ModelConfig, ReplicaConfig, TracingConfig
 from argosy.engine import EngineFailedError
 from argosy.engine.serving.text import Tokenizer
 from argosy.gateway import GatewayServer
+from argosy.store import Price, StoreConfig
 
 TOKENS = list(range(100, 112))
 TRACE_ID, CALLER_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -34,7 +36,11 @@ BODY = {
 
 @contextlib.asynccontextmanager
 async def run_traced(
-    tokenizer: Tokenizer, tracing: TracingConfig, *, crashes: int = 0
+    tokenizer: Tokenizer,
+    tracing: TracingConfig,
+    *,
+    crashes: int = 0,
+    store: StoreConfig | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Run a gateway with two native replicas, of which the first one fails in the middle of some streams."""
     left = [crashes]
@@ -53,7 +59,9 @@ async def run_traced(
             for index, each in enumerate(served)
         ]
         model = ModelConfig(name="big", routing="round-robin", replicas=replicas)
-        config = GatewayConfig(port=0, models=[model], timeouts=QUICK_TIMEOUTS, tracing=tracing)
+        config = GatewayConfig(
+            port=0, models=[model], timeouts=QUICK_TIMEOUTS, tracing=tracing, store=store
+        )
         _, client = await stack.enter_async_context(run_gateway_server(config))
         yield client
 
@@ -118,6 +126,81 @@ async def test_failover_is_one_trace_with_one_generation(
         assert span.start_time_unix_nano <= span.end_time_unix_nano <= server.end_time_unix_nano
     text = b"".join(sink.bodies).replace(f"argosy.request.id{CANARY}".encode(), b"")
     assert text.count(CANARY.encode()) == 1, "the request id, and nothing of the prompt"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not PHOENIX.exists(), reason="Phoenix is not installed: make peers/phoenix")
+@pytest.mark.parametrize("semconv", ["latest", "1.36"])
+async def test_phoenix_shows_one_generation_with_the_tokens_and_the_cost_of_the_ledger(
+    tokenizer: Tokenizer, tmp_path: Path, semconv: Literal["latest", "1.36"]
+) -> None:
+    price = Price(model="big", input=700, cached_input=70, output=3100)
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    async with phoenix(tmp_path) as receiver:
+        # Phoenix computes costs by its own prices, in dollars for a million tokens.
+        costs = [
+            {"tokenType": kind, "costPerMillionTokens": nano_dollars / 1000, "kind": part}
+            for kind, nano_dollars, part in (
+                ("input", price.input, "PROMPT"),
+                ("cache_read", price.cached_input, "PROMPT"),
+                ("output", price.output, "COMPLETION"),
+            )
+        ]
+        await query(
+            receiver,
+            "mutation ($input: CreateModelMutationInput!) {createModel(input: $input) {__typename}}",
+            input={"name": "big", "namePattern": "^big$", "costs": costs},
+        )
+        tracing = TracingConfig(endpoint=str(receiver.base_url), sample_ratio=0, semconv=semconv)
+        with open_organisation(url) as accounts:
+            accounts.store.limits_and_prices.set_price(price, actor="test")
+            key = accounts.key(accounts.project("web"), "all")
+            store = StoreConfig(url=url)
+            async with run_traced(tokenizer, tracing, crashes=1, store=store) as client:
+                headers = {
+                    "authorization": f"Bearer {key}",
+                    "traceparent": f"00-{TRACE_ID}-{CALLER_ID}-00",
+                }
+                answer = await client.post("/v1/chat/completions", json=BODY, headers=headers)
+                assert parse_stream(answer.text).is_complete
+                await until(lambda: accounts.store.ledger.report()[0].requests == 1)
+            (ledger,) = accounts.store.ledger.report()
+        spans: list[dict[str, Any]] = []
+        while len(spans) < 7:
+            answer = await receiver.get("/v1/projects/default/spans", params={"limit": 100})
+            spans = [each for each in answer.json()["data"] if each["name"] != "argosy.start"]
+        assert {each["context"]["trace_id"] for each in spans} == {TRACE_ID}
+        (server,) = (each for each in spans if each["name"] == "POST /v1/chat/completions")
+        assert server["parent_id"] == CALLER_ID
+        (generation,) = (each for each in spans if each["span_kind"] == "LLM")
+        assert (generation["name"], generation["parent_id"]) == (
+            "chat big",
+            server["context"]["span_id"],
+        )
+        attributes = generation["attributes"]
+        assert attributes["llm.model_name"] == "big"
+        assert attributes["llm.token_count.prompt"] == ledger.input_tokens
+        assert attributes["llm.token_count.completion"] == ledger.output_tokens == len(TOKENS)
+        totals: dict[str, Any] = {}
+        while not totals or totals["costSummary"]["total"]["cost"] is None:
+            found = await query(
+                receiver,
+                "{projects {edges {node {name tokenCountTotal costSummary {total {cost}}}}}}",
+            )
+            totals = found["projects"]["edges"][0]["node"]
+        assert totals["tokenCountTotal"] == ledger.input_tokens + ledger.output_tokens
+        assert 0 < ledger.cached_tokens < ledger.input_tokens
+        if semconv == "latest":  # the others have no name for cached tokens
+            assert round(totals["costSummary"]["total"]["cost"] * 10**9) == ledger.nano_dollars
+
+
+async def query(receiver: httpx2.AsyncClient, text: str, **variables: object) -> dict[str, Any]:
+    """Send a query of GraphQL to Phoenix, and return the data of its answer."""
+    answer = await receiver.post("/graphql", json={"query": text, "variables": variables})
+    body: dict[str, Any] = answer.json()
+    assert "errors" not in body, body
+    data: dict[str, Any] = body["data"]
+    return data
 
 
 async def test_refused_requests_and_the_ratio_decide_alike(tokenizer: Tokenizer) -> None:
