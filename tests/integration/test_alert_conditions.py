@@ -95,9 +95,7 @@ async def test_certificate_fires_before_it_expires(tmp_path: Path) -> None:
             ] == expected
 
 
-async def test_silent_gateway_and_unreachable_store_fire(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_gateway_and_unreachable_store_fire(store: Store, tmp_path: Path) -> None:
     now = time.time()
     record = GatewayRecord(id="g1", url="http://10.0.0.1:8000", secret="s")
     store.gateways.record_heartbeat(record)
@@ -110,12 +108,17 @@ async def test_silent_gateway_and_unreachable_store_fire(
     def fail() -> None:
         raise StoreError("gone")
 
-    monkeypatch.setattr(store.gateways, "list_known", fail)
+    outage = pytest.MonkeyPatch()
+    outage.setattr(store.gateways, "list_known", fail)
     for seconds in range(0, 70, 10):
         conditions = await alerts.read(now + seconds)
     assert ("StoreUnreachable", "page") in firing(conditions)
     silent = [each.is_firing for each in conditions if each.name == "GatewaySilent"]
     assert silent == [None]  # no data
+    outage.undo()
+    soon, later = [await alerts.read(now + 60 + seconds) for seconds in (5, 90)]
+    assert ("GatewaySilent", "ticket") not in firing(soon)  # it could not report until now
+    assert ("GatewaySilent", "ticket") in firing(later)
 
 
 @pytest.mark.parametrize(

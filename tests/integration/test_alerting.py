@@ -147,6 +147,34 @@ async def test_evaluates_in_memory_while_the_store_is_gone_and_saves_afterwards(
     assert len(evaluator.changed) == 1
 
 
+async def test_store_that_hangs_delays_no_notice_and_gets_the_state_afterwards(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.alerting.alert_records.STORE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("argosy.alerting.alert_loop.STORE_TIMEOUT_S", 0.05)
+    resumed, replace, calls = threading.Event(), store.fleets.replace_document, list[str]()
+
+    def hang(*arguments: Any, **options: Any) -> bool:  # noqa: ANN401 - those of the store
+        calls.append(arguments[1])
+        resumed.wait()
+        return replace(*arguments, **options)
+
+    async with Receiver() as receiver:
+        evaluator = Evaluator(store, FakeClock(START), "first", config=webhook_config(receiver))
+        await evaluator.run(10)
+        monkeypatch.setattr(store.fleets, "replace_document", hang)
+        evaluator.is_firing = True
+        await evaluator.run(60)
+        assert receiver.statuses == ["firing"]
+        assert calls == ["alerting/state"]  # no further write waits behind it
+        resumed.set()
+        await evaluator.run(60)
+    assert evaluator.records.is_held
+    (stored,) = read_alerts(store.fleets, FLEET).alerts.values()
+    assert stored.notified.keys() == {"hook"}
+    assert receiver.statuses == ["firing"]
+
+
 async def test_failing_source_keeps_alerts_and_becomes_one_after_five_minutes() -> None:
     clock = FakeClock(START)
     evaluator = Evaluator(None, clock, "first")

@@ -10,7 +10,12 @@ import msgspec
 import structlog
 
 from argosy.alerting.alert_orders import AlertOrders, OrderBook
-from argosy.alerting.alert_records import AlertRecords, ReceiverState
+from argosy.alerting.alert_records import (
+    NO_ANSWER,
+    STORE_TIMEOUT_S,
+    AlertRecords,
+    ReceiverState,
+)
 from argosy.alerting.notifier import Notifier
 from argosy.deployment import AlertingConfig
 from argosy.policy.alerting import Alert, AlertCondition, update_alerts, update_groups
@@ -142,9 +147,10 @@ class AlertLoop:
     async def _read_orders(self) -> AlertOrders:
         """Return what people ordered, as it was known last while the store cannot be read."""
         try:
-            self._known_orders = await run_in_daemon_thread(self._orders.read)
-        except StoreError as error:
-            self._records.report_problem(str(error))
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                self._known_orders = await run_in_daemon_thread(self._orders.read)
+        except (StoreError, TimeoutError) as error:
+            self._records.report_problem(str(error) or NO_ANSWER)
         return self._known_orders
 
     async def _read_sources(

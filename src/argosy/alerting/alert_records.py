@@ -21,6 +21,9 @@ HOLD_S = 45.0
 RENEWAL_INTERVAL_S = 15.0
 RELEASE_TIMEOUT_S = 2.0
 """Time to wait for a store that hangs at the end. Another process then takes over after `HOLD_S`."""
+STORE_TIMEOUT_S = 3.0
+"""Time to wait for a store that hangs. Alerts are evaluated and notified without it then."""
+NO_ANSWER = "the store does not respond"
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.alerting")
 
@@ -96,6 +99,8 @@ class AlertRecords:
         self._is_saved = True
         self._saved_at = float("-inf")
         self._write_lock = asyncio.Lock()
+        self._write_in_flight: asyncio.Future[bool] | None = None
+        """Write that a store which hangs has not answered yet. No other one begins before."""
         self._problem = ""
         """Last problem of the store; empty once the state was written."""
         self.state = AlertState()
@@ -113,10 +118,14 @@ class AlertRecords:
         if self._is_held and self._is_saved and 0 <= now - self._saved_at < RENEWAL_INTERVAL_S:
             return True
         try:
+            async with self._write_lock:
+                if self._write_in_flight is not None:  # or what it has written looks like another's
+                    await self._await_write()
             read = partial(self._store.read_documents, self._fleet, DOCUMENT_NAME)
-            document = (await run_in_daemon_thread(read)).get(DOCUMENT_NAME)
-        except StoreError as error:
-            self.report_problem(str(error))
+            async with asyncio.timeout(STORE_TIMEOUT_S):
+                document = (await run_in_daemon_thread(read)).get(DOCUMENT_NAME)
+        except (StoreError, TimeoutError) as error:
+            self.report_problem(str(error) or NO_ANSWER)
             return self._is_held
         if not self._is_held or (0 if document is None else document.version) != self._version:
             stored = _decode(document)
@@ -146,7 +155,7 @@ class AlertRecords:
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
                     await self._write("", 0.0, self._saved_at)
             except TimeoutError:
-                self.report_problem("the store does not respond")
+                self.report_problem(NO_ANSWER)
             self._is_held = False
 
     async def _write(self, holder: str, held_until: float, now: float) -> bool:
@@ -155,25 +164,44 @@ class AlertRecords:
         async with self._write_lock:
             self.state = msgspec.structs.replace(self.state, holder=holder, held_until=held_until)
             self._is_saved = False
-            document = FleetDocument(self._version + 1, msgspec.json.encode(self.state))
-            replace = partial(
-                self._store.replace_document,
-                self._fleet,
-                DOCUMENT_NAME,
-                document,
-                after=self._version,
-            )
             try:
-                self._is_held = await run_in_daemon_thread(replace)
-            except StoreError as error:
-                self.report_problem(str(error))
+                if self._write_in_flight is not None and not await self._await_write():
+                    log.info("alerts_taken_over", fleet=self._fleet)
+                    return False
+                document = FleetDocument(self._version + 1, msgspec.json.encode(self.state))
+                replace = partial(
+                    self._store.replace_document,
+                    self._fleet,
+                    DOCUMENT_NAME,
+                    document,
+                    after=self._version,
+                )
+                self._write_in_flight = asyncio.ensure_future(run_in_daemon_thread(replace))
+                if not await self._await_write():
+                    log.info("alerts_taken_over", fleet=self._fleet)
+                    return False
+            except (StoreError, TimeoutError) as error:
+                self.report_problem(str(error) or NO_ANSWER)
                 return True  # no other process can take over either
-            if self._is_held:
-                self._version = document.version
-                self._is_saved, self._saved_at, self._problem = True, now, ""
-            else:
-                log.info("alerts_taken_over", fleet=self._fleet)
-            return self._is_held
+            self._is_saved, self._saved_at, self._problem = True, now, ""
+            return True
+
+    async def _await_write(self) -> bool:
+        """Wait for the write in flight, and return whether this process still evaluates the alerts.
+
+        Raises:
+            StoreError: It has failed.
+            TimeoutError: It has not ended yet.
+        """
+        write = self._write_in_flight
+        assert write is not None  # noqa: S101 - the caller has begun it
+        await asyncio.wait([write], timeout=STORE_TIMEOUT_S)
+        if not write.done():
+            raise TimeoutError
+        self._write_in_flight = None
+        self._is_held = write.result()
+        self._version += self._is_held
+        return self._is_held
 
 
 def _decode(document: FleetDocument | None) -> AlertState:

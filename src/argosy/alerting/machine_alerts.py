@@ -47,6 +47,7 @@ class MachineAlerts:
         self._timer = ConditionTimer()
         self._silent: list[AlertCondition] = []
         """Conditions of gateways by the last answer of the store."""
+        self._store_failed_at = float("-inf")
 
     async def read(self, now: float) -> list[AlertCondition]:
         """Return the conditions as they are now."""
@@ -68,6 +69,8 @@ class MachineAlerts:
         except TimeoutError:
             problem = f"It has not answered within {STORE_TIMEOUT_S:.0f} s."
         if problem:
+            self._store_failed_at = now
+        if now - self._store_failed_at < LIVENESS_TIMEOUT_S:  # gateways could not report either
             self._silent = [msgspec.structs.replace(each, is_firing=None) for each in self._silent]
         return [*conditions, *self._silent, self._judge_store(problem, now)]
 
