@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from tests.support.request_rows import bench_result
 from tests.support.usage_rows import usage_row
-from tools.twin_hashes import compute_hashes, read_golden
+from tools.twin_hashes import SCENARIO, compute_hashes, read_golden
 from typer.testing import CliRunner
 
 import argosy.twin
@@ -440,18 +440,29 @@ SLOW = {"restarts", "withdrawal", "concurrency"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in SLOW)) for name in MUTATIONS],
+    ("scenario", "name"),
+    [
+        *(
+            pytest.param(PLANTED, name, marks=[pytest.mark.exhaustive] * (name in SLOW), id=name)
+            for name in MUTATIONS
+        ),
+        *(
+            pytest.param(
+                read_scenario([SCENARIO]), name, marks=pytest.mark.exhaustive, id=f"{name}-large"
+            )
+            for name in ("router", "scheduler", "ledger", "reconciliation", "rollout")
+        ),
+    ],
 )
 def test_planted_fault_is_found_and_shrunk_to_a_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenario: Scenario, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, replacement, expected = MUTATIONS[name]
     monkeypatch.setattr(target, replacement)
-    results = (run_scenario(PLANTED, seed) for seed in range(1, 20))
+    results = (run_scenario(scenario, seed) for seed in range(1, 20))
     failed = next(result for result in results if result.failure)
     assert expected in failed.failure
-    smallest = shrink(PLANTED, failed.seed)
+    smallest = shrink(scenario, failed.seed)
     assert len(smallest.requests or ()) + len(smallest.faults) < 30
     file = tmp_path / "failure.yaml"
     write_scenario(file, smallest, failed.failure)
