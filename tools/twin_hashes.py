@@ -2,8 +2,7 @@
 
     PYTHONPATH=src python3.13 -m tools.twin_hashes
 
-The interpreter needs argosy itself (`pip install --no-deps .`), msgspec, NumPy, PyYAML, httptools and
-prometheus-client.
+The interpreter needs the project with its base packages (`pip install .`).
 `--write` replaces the hashes after a decision of the product has changed.
 """
 
