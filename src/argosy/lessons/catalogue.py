@@ -484,7 +484,7 @@ _DASHBOARD = Lesson(
     title="The whole dashboard",
     question="You run the fleet. Can you meet all four challenges?",
     look="Each challenge has goals below; change what costs least until all of them are met.",
-    setting="All controls are settings of a fleet file, and `argosy twin plan` asks them of your own traffic.",
+    setting="All controls are settings of a fleet file. argosy twin plan shows what they do to your own traffic.",
     page="how-to/twin.md",
     controls=(
         LessonControl(
@@ -504,7 +504,7 @@ _DASHBOARD = Lesson(
 def _run_dashboard(values: Values) -> LessonRun:
     start = {control.name: control.value for control in CONTROLS}
     variants = [
-        build_challenge("as delivered", {**values, **start}),
+        build_challenge("the first fleet", {**values, **start}),
         build_challenge("your fleet", values),
     ]
     challenge = CHALLENGES[values["challenge"]]

@@ -24,6 +24,8 @@ DOLLARS_PER_HOUR = 2.0
 SPOT_DOLLARS_PER_HOUR = 0.6
 LOAD_REPLICAS = 4
 """Replicas that the even traffic of a challenge is sized for."""
+MIN_TTFT_S = 0.08
+"""Shortest time to the first token that a challenge asks for."""
 TENANT = "app"
 
 
@@ -136,7 +138,7 @@ def list_goals(challenge: Challenge, values: Values, seen: Observation) -> tuple
     hours = seen.run.simulation.elapsed_s / 3600
     made = sum(row.output_tokens for row in seen.completed) / seen.run.simulation.elapsed_s
     failed = sum(row.outcome == "error" for row in seen.rows)
-    limit_ms = 1000 * challenge.ttft * setting.service_s
+    limit_ms = 1000 * max(MIN_TTFT_S, challenge.ttft * setting.service_s)
     limit_cost = challenge.replicas * DOLLARS_PER_HOUR * hours
     rate = LOAD_REPLICAS * setting.slots * setting.output * 1.2 / setting.service_s
     least = challenge.tokens * rate

@@ -47,7 +47,7 @@ function Control({ control, value }) {
       onInput=${(event) => setMoved(Number(event.target.value))} onChange=${(event) => save(event.target.value)} /></label>`;
 }
 
-const show = (value, unit) => (value === null ? MISSING : unit === "$" ? `$${value.toFixed(2)}` : `${exact(Math.abs(value) >= 100 ? Math.round(value) : Math.round(value * 100) / 100)} ${unit}`.trim());
+const show = (value, unit) => (value === null ? MISSING : unit === "$" ? `$${value.toFixed(2)}` : exact(Math.abs(value) >= 100 ? Math.round(value) : Math.round(value * 100) / 100));
 
 function Result({ result }) {
   const { variants, plots, figures, goals, finding, identity } = result;
@@ -56,7 +56,7 @@ function Result({ result }) {
     <div class="leg">${variants.map((label, index) => html`<span key=${label}><i style=${{ borderColor: colorOf(index), borderTopStyle: index % 2 ? "dashed" : "solid" }}></i>${label}</span>`)}</div>
     <div class="columns">${plots.map((plot) => html`<${Plot} key=${plot.title} plot=${plot} />`)}</div>
     <div class="rows" role="region" aria-label="Figures" tabindex="0"><table><thead><tr><th>Figure</th>${variants.map((label) => html`<th key=${label} class="n">${label}</th>`)}</tr></thead>
-      <tbody>${figures.map(({ label, unit, values }) => html`<tr key=${label}><td>${label}</td>${values.map((value, index) => html`<td key=${index} class="n">${show(value, unit)}</td>`)}</tr>`)}</tbody></table></div>
+      <tbody>${figures.map(({ label, unit, values }) => html`<tr key=${label}><td>${label}${unit && unit !== "$" ? html` <span class="s">${unit}</span>` : null}</td>${values.map((value, index) => html`<td key=${index} class="n">${show(value, unit)}</td>`)}</tr>`)}</tbody></table></div>
     <p class="s">${identity}</p>`;
 }
 
