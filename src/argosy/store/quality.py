@@ -30,6 +30,8 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     passed: int
     score: float
     """Mean of the scores."""
+    first_at: float
+    """Time of the first sample, in seconds since the epoch."""
 
 
 class Quality(RecordTables):
@@ -258,6 +260,7 @@ class Quality(RecordTables):
                 func.count().label("samples"),
                 passed.label("passed"),
                 func.avg(_samples.c.score).label("score"),
+                func.min(_samples.c.created_at).label("first_at"),
             )
             .where(_samples.c.created_at >= since)
             .group_by(*groups)

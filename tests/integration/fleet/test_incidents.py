@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.support.fake_clock import FakeClock
 from tests.support.migrated_store import write_migrated_file
@@ -29,12 +30,12 @@ from argosy.alerting import (
     receive_alerts,
 )
 from argosy.cli.app import app
-from argosy.deployment import AlertingConfig
-from argosy.fleet.control import read_pool_versions, roll_back
+from argosy.deployment import ROLLOUTS_PREFIX, AlertingConfig
+from argosy.fleet.control import read_accepted_versions, read_pool_versions, roll_back
 from argosy.policy.alerting import AlertCondition
-from argosy.policy.detection import CellKey, CellMinute, TrafficCell
-from argosy.policy.rollout import CommandKind
-from argosy.store import ConflictError, FleetEvent, NotFoundError, Store, open_store
+from argosy.policy.detection import AcceptedVersion, CellKey, CellMinute, TrafficCell
+from argosy.policy.rollout import CommandKind, RolloutState, Transition
+from argosy.store import ConflictError, FleetDocument, FleetEvent, NotFoundError, Store, open_store
 
 START = 1_790_000_100.0
 FLEET = "demo"
@@ -278,6 +279,33 @@ async def test_alerts_of_other_programs_fire_until_their_end_and_are_bounded(sto
     many = [ReceivedAlert(labels={"alertname": "x", "n": str(n)}) for n in range(MAX_RECEIVED + 1)]
     with pytest.raises(ConflictError, match="fire already"):
         receive_alerts(store.fleets, FLEET, many, now)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_forced", "is_accepted"),
+    [
+        (RolloutState.STEP, False, False),
+        (RolloutState.SOAKING, False, True),
+        (RolloutState.SOAKING, True, False),
+        (RolloutState.DONE, False, True),
+        (RolloutState.ROLLING_BACK, False, False),
+    ],
+)
+def test_version_is_accepted_when_all_users_get_it_unless_by_force(
+    store: Store, state: RolloutState, is_forced: bool, is_accepted: bool
+) -> None:
+    known = StoredRollout(store.fleets).report.rollouts
+    assert known.current is not None
+    passed = Transition(at=START, state=state, step=5, reason="")
+    current = msgspec.structs.replace(
+        known.current, state=state, is_forced=is_forced, transitions=(passed,)
+    )
+    rollouts = msgspec.structs.replace(known, version=known.version + 1, current=current)
+    document = FleetDocument(rollouts.version, msgspec.json.encode(rollouts))
+    name = ROLLOUTS_PREFIX + POOL
+    assert store.fleets.replace_document(FLEET, name, document, after=known.version)
+    accepted = read_accepted_versions(store.fleets, FLEET)
+    assert accepted == ([AcceptedVersion(model=POOL, version=NEW, at=START)] if is_accepted else [])
 
 
 async def test_operator_follows_an_incident_from_the_command_line(tmp_path: Path) -> None:

@@ -149,6 +149,8 @@ FACTORS = (
     *("ttft", "tpot", "output", "prompt", "cost", "requests"),
 )
 """Factors that vary between days and steps."""
+VALUES = frozenset({"ttft", "tpot", "output", "prompt", "cost"})
+"""Factors of values. The share above the 90th percentile varies more than twice as much as they do."""
 
 
 def embed(shift: float) -> list[list[int]]:
@@ -215,7 +217,12 @@ class Traffic:
             self._day = {name: self.rng.normal(0, 0.8 * self.noise) for name in FACTORS}
         for name, step in zip(FACTORS, self.rng.normal(0, self.noise, len(FACTORS)), strict=True):
             self._drift[name] = 0.9 * self._drift[name] + math.sqrt(1 - 0.9**2) * step
-        return {name: math.exp(self._drift[name] + self._day[name]) for name in FACTORS}
+        return {
+            name: math.exp(
+                (self._drift[name] + self._day[name]) * (0.45 if name in VALUES else 1.0)
+            )
+            for name in FACTORS
+        }
 
     def _step(
         self, change: Mapping[str, float], where: str, version: str, num_steps: int
@@ -442,6 +449,121 @@ def _copy(monitor: TrafficMonitor) -> TrafficMonitor:
     """Return what the next controller continues with."""
     encoded = msgspec.json.encode(monitor.state)
     return TrafficMonitor(msgspec.json.decode(encoded, type=MonitorState))
+
+
+HELD_OUT: list[tuple[str, str, Plant]] = [
+    ("slow_ttft", "", {"ttft": 2.5}),
+    ("slow_ttft", "r-1", {"ttft": 2.0}),
+    ("errors", "", {"errors": 4.0}),
+    ("refusals", "", {"refusals": 4.0}),
+    ("short_output", "", {"output": 0.5}),
+    ("long_output", "", {"output": 2.0}),
+    ("long_prompt", "", {"prompt": 2.0}),
+    ("new_language", "acme", {"language": 20.0}),
+    ("new_template", "beta", {"template": 77.0}),
+    ("high_cost", "acme", {"cost": 4.0}),
+    ("cache_misses", "", {"misses": 5.0}),
+    ("malformed_calls", "", {"calls": 8.0}),
+    ("new_embedding", "", {"embedding": 1.0}),
+]
+MAX_DELAY_H = 12
+
+
+def plant(
+    week: Traffic, event: str, where: str, change: Plant, seed: int
+) -> tuple[float, bool, bool]:
+    """Return the hours until a change is found, whether its slice is first, and whether its cause is among three."""
+    traffic = _continue(week, seed)
+    traffic.noise = week.noise
+    rng = np.random.default_rng(seed)
+    traffic.run(2 + int(rng.integers(6)))
+    planted_at = traffic.at
+    earlier = set(traffic.deviations())
+    for _ in range(MAX_DELAY_H * 6):
+        traffic.run(1 / 6, change, where)
+        found = [
+            (key, each)
+            for key, each in traffic.monitor.deviations()
+            if each.event == event and (each.event, key.tenant or key.replica) not in earlier
+        ]
+        if found:
+            break
+    else:
+        return math.inf, False, False
+    key, deviation = min(
+        found, key=lambda each: (each[0].tenant + each[0].replica != where, each[1].onset)
+    )
+    slices = traffic.monitor.slices("m", event, deviation.onset)
+    parts = [each for each in slices if each.dimension in {"tenant", "replica"}]
+    is_concentrated = bool(parts) and parts[0].excess_share - parts[0].request_share >= 0.3
+    if where:
+        has_slice = where in {key.tenant, key.replica} or (
+            is_concentrated and parts[0].value == where
+        )
+    else:
+        has_slice = not is_concentrated
+    scope = {"model": "m", "pool": "m"}
+    if key.tenant or key.replica:
+        scope["tenant" if key.tenant else "replica"] = key.tenant or key.replica
+    own_scope = (
+        {"tenant": where}
+        if where in {"acme", "beta"}
+        else {"replica": where}
+        if where
+        else {"pool": "m"}
+    )
+    true = PastChange(
+        at=planted_at - float(rng.uniform(0, 300)), kind="rollout_state", text="", scope=own_scope
+    )
+    decoys = [
+        PastChange(
+            at=planted_at + float(rng.uniform(-7200, 600)),
+            kind=str(rng.choice(["replica_phase", "key.create", "price.create", "rollout_state"])),
+            text="",
+            scope=[
+                {"pool": "other"},
+                {"tenant": "gamma"},
+                {"replica": "other-0"},
+                {"pool": "m"},
+                {},
+            ][int(rng.integers(5))],
+        )
+        for _ in range(20)
+    ]
+    ranked = rank_changes([*decoys, true], deviation.onset, scope)
+    return (
+        (traffic.at - planted_at) / HOUR_S,
+        has_slice,
+        any(each.change is true for each in ranked[:3]),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_held_out_changes_are_found_with_slice_and_cause() -> None:
+    week = Traffic(seed=901, noise=0.15)
+    week.run(8 * 24, is_coarse=True)
+    results = {
+        (event, where): [plant(week, event, where, change, seed) for seed in range(910, 918)]
+        for event, where, change in HELD_OUT
+    }
+    found = [each for of_plant in results.values() for each in of_plant]
+    for of_plant in results.values():
+        assert sum(hours < math.inf for hours, *_ in of_plant) >= 7, results
+    assert sum(has_slice for _, has_slice, _ in found) >= 0.9 * len(found), results
+    assert sum(has_cause for *_, has_cause in found) >= 0.9 * len(found), results
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_raises_at_most_one_alarm_in_30_quiet_days_of_a_model_and_its_tenants() -> None:
+    traffic = Traffic(seed=902, noise=0.15)
+    traffic.run(8 * 24, is_coarse=True)
+    alarms = set()
+    for _ in range(30 * 4):
+        traffic.run(6)
+        alarms |= {(each.event, key, each.found_at) for key, each in traffic.monitor.deviations()}
+    assert len(alarms) <= 1, alarms
 
 
 # --- attribution ---------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from argosy.policy.quality import (
     PairedComparison,
     QualityComparison,
     QualityVerdict,
+    SampleCounts,
     calibrate_judge,
+    compare_samples,
 )
 from argosy.policy.quality.paired_comparison import find_detectable_loss
 from argosy.policy.rollout.race import mean_evidence, regression_factors
@@ -125,3 +127,27 @@ def test_judges_are_calibrated_by_labels_of_people() -> None:
     assert calibration.lower < 0.6 - 10 / 70 < calibration.upper < 0.6
     assert not calibrate_judge(labelled[:49], [1.0]).is_calibrated
     assert calibrate_judge([(1.0, 1.0)] * 60, [1.0]).kappa is None
+
+
+def test_samples_of_two_versions_are_compared_and_equal_ones_hardly_ever_differ() -> None:
+    def count(version: str, samples: int, passed: int, at: float, judge: str = "") -> SampleCounts:
+        return SampleCounts(
+            model="m", version=version, judge=judge, samples=samples, passed=passed, first_at=at
+        )
+
+    earlier, later = count("new", 200, 150, 2.0), count("old", 600, 570, 1.0)
+    alone = count("old", 90, 80, 1.0, "other")
+    judged = [count("old", 50, 40, 1.0, "big"), count("new", 50, 41, 2.0, "big")]
+    fixed, by_judge = compare_samples([earlier, later, alone, *judged])
+    assert (fixed.version, fixed.against, fixed.warning) == ("new", "old", "")
+    assert fixed.verdict is QualityVerdict.WORSE
+    assert (fixed.pass_ratio, fixed.pass_ratio_before) == (0.75, 0.95)
+    assert by_judge.verdict is QualityVerdict.UNDECIDED
+    assert "big is not calibrated" in by_judge.warning
+
+    random, found = Random(6), 0
+    for _ in range(2000):
+        passed = [sum(random.random() < 0.9 for _ in range(size)) for size in (100, 150)]
+        sides = [count("old", 100, passed[0], 1.0), count("new", 150, passed[1], 2.0)]
+        found += compare_samples(sides)[0].verdict is QualityVerdict.WORSE
+    assert found <= 20

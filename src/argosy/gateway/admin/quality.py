@@ -20,6 +20,7 @@ from argosy.gateway.admin.schemas import (
     to_page,
     to_view,
 )
+from argosy.policy.quality import SampleCounts, compare_samples
 from argosy.process import run_in_daemon_thread
 
 endpoints = AdminEndpoints()
@@ -54,8 +55,20 @@ def list_quality_samples(scope: AdminScope, request: AdminRequest) -> Page[Quali
 
 @endpoints.register("GET", "/admin/quality/summary", "viewer")
 def summarise_quality_samples(scope: AdminScope, request: AdminRequest) -> SampleSummaries:  # noqa: ARG001
-    """Return how many sampled answers of the last 7 days passed, by model, version and judge."""
-    return SampleSummaries(data=scope.quality.summarise_samples(time.time() - SUMMARY_S))
+    """Return how many sampled answers of the last 7 days passed, by model, version and judge, and compare versions."""
+    found = scope.quality.summarise_samples(time.time() - SUMMARY_S)
+    counts = [
+        SampleCounts(
+            model=each.model,
+            version=each.version,
+            judge=each.judge,
+            samples=each.samples,
+            passed=each.passed,
+            first_at=each.first_at,
+        )
+        for each in found
+    ]
+    return SampleSummaries(data=found, comparisons=compare_samples(counts))
 
 
 @endpoints.register("GET", "/admin/quality/samples/{id}", "operator", is_nonblocking=True)

@@ -12,6 +12,7 @@ from argosy.gateway.model_registry import AdapterReplica
 from argosy.gateway.principal import PrincipalFields
 from argosy.policy import SizeAdvice
 from argosy.policy.prompts import PromptContent
+from argosy.policy.quality import SampleComparison
 from argosy.policy.rollout import MetricVerdict
 from argosy.policy.traffic import FeatureFlag, FlagState, VariantName
 from argosy.store import (
@@ -156,6 +157,8 @@ class SampleSummaries(msgspec.Struct, frozen=True, kw_only=True):
     """Grades of sampled answers by model, version and judge."""
 
     data: list[SampleSummary]
+    comparisons: list[SampleComparison]
+    """Latest version of each model beside the one before it."""
 
 
 class QualityRunView(

@@ -26,12 +26,16 @@ export default function Quality() {
     ${chosen ? html`<${Comparison} run=${chosen} set=${nameOfSet(chosen)} />` : null}
     <${Card} title="Sampled answers" note="of projects that permit it, in the last 7 days"><${Resource} of=${summary} empty="No answer was sampled: argosy tenants change PROJECT --quality automatic.">
       ${({ data }) => html`<${Table} label="Grades" columns=${SUMMARY_COLUMNS} rows=${data} rowKey=${(row) => `${row.model} ${row.version} ${row.judge}`} height=${200} csv="sample-grades.csv" />`}<//>
+      ${(summary.data?.comparisons ?? []).map((each) => html`<p key=${`${each.model} ${each.judge}`}><${Verdict} value=${each.verdict} /> ${versionText(each)}</p>`)}
       ${samples.data?.data?.length ? html`<${Table} label="Samples" columns=${listSampleColumns(nameOf)} rows=${[...samples.data.data].reverse()} rowKey=${(row) => row.id} height=${320} csv="samples.csv" />` : null}<//>
     <${Card} title="Runs" note="the latest first"><${Resource} of=${runs} empty="No golden set was run yet: argosy quality run SET --model MODEL --against OTHER.">
       ${({ data }) => html`<${Table} label="Runs" columns=${listRunColumns(nameOfSet)} rows=${[...data].reverse()} rowKey=${(row) => row.id} height=${320} csv="quality-runs.csv" />`}<//><//>
     <${Card} title="Golden sets" note="requests with assertions about their answers"><${Resource} of=${sets} empty="There are no golden sets: argosy quality import NAME FILE.">
       ${({ data }) => html`<${Table} label="Golden sets" columns=${listSetColumns(nameOf)} rows=${[...data].reverse()} rowKey=${(row) => row.id} height=${320} csv="golden-sets.csv" />`}<//><//>`;
 }
+
+// Latest version of a model beside the one before it.
+const versionText = ({ model, version, against, judge, warning, pass_ratio: ratio, pass_ratio_before: before }) => `${visible(model)}: ${percent(ratio)} of the samples of version ${visible(version)} pass, and ${percent(before)} of ${visible(against)}, by ${judge ? visible(judge) : "fixed checks"}.${warning ? ` Do not decide by it alone: ${visible(warning)}.` : ""}`;
 
 // Texts of one sampled answer. Reading them is an entry of the audit log.
 function Sample({ id, row }) {
