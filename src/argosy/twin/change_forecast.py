@@ -99,7 +99,7 @@ def forecast_change(
     Raises:
         ValueError: A change cannot be simulated. The message names its settings.
     """
-    changes = () if old is None else compare_fleets(old, new)
+    changes = () if old is None else compare_fleets(replace(old, fleet=new.fleet), new)
     known = [each.path for each in changes if _SIMULATED.fullmatch(each.path)]
     idle = [each.path for each in changes if _WITHOUT_EFFECT.fullmatch(each.path)]
     unknown = [each.path for each in changes if each.path not in {*known, *idle}]

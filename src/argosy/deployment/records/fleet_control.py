@@ -115,7 +115,8 @@ class FleetControl:
         old = parse_declaration(self._require_latest())
         if variation is not None:
             declaration = dump_fleet(variation.apply(old))
-        return dump_fleet(parse_remote_change(declaration or "", _DECLARATION, old))
+        new = parse_remote_change(declaration or "", _DECLARATION, old)
+        return dump_fleet(msgspec.structs.replace(new, fleet=self.name))
 
     def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
         """Put a declaration in YAML or JSON in force, and return the number of the new revision.
