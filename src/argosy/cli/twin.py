@@ -20,7 +20,13 @@ from typer import Argument, Option
 
 from argosy.cli.account_lookup import StoreUrl, open_existing_store
 from argosy.cli.failure import EXIT_FAILURE, fail
-from argosy.cli.fleet_target import FilesArgument, FilesOption, open_declared, parse_revision
+from argosy.cli.fleet_target import (
+    FilesArgument,
+    FilesOption,
+    load_declaration,
+    open_declared,
+    parse_revision,
+)
 from argosy.cli.output import JsonOutput, print_json, print_records
 from argosy.cli.usage import SinceOption, UntilOption
 from argosy.machine_resources import usable_cpus
@@ -264,6 +270,15 @@ def plan(
             dir_okay=False,
         ),
     ] = None,
+    present_file: Annotated[
+        Path | None,
+        Option(
+            "--present",
+            help="Declaration to compare with, in place of the one in force.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     seeds: Annotated[int, Option(min=1, max=MAX_FORECAST_SEEDS, help="Number of seeds.")] = 3,
     store: StoreUrl = None,
     json: JsonOutput = False,
@@ -278,10 +293,13 @@ def plan(
 
     with open_declared(files, overlays, store) as (target, config):
         latest = target.latest()
+        present = None if latest is None else parse_revision(latest)
+        if present_file is not None:
+            present = load_declaration([present_file], None)
         try:
             where = UsageFilter(since=time.time() - DAY_S if since is None else since)
             forecast = forecast_change(
-                None if latest is None else parse_revision(latest),
+                present,
                 config,
                 _list_answers(target.store, where),
                 None if scenario_file is None else read_scenario([scenario_file]),

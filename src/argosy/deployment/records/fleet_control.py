@@ -105,8 +105,10 @@ class FleetControl:
         config = parse_remote_change(declaration, _DECLARATION, parse_declaration(latest))
         return plan_declaration(self.store, self.name, latest, config)
 
-    def prepare_forecast(self, declaration: str | None, variation: PoolVariation | None) -> str:
-        """Return the canonical text of a declaration, or of the one in force with a variation.
+    def prepare_forecast(
+        self, declaration: str | None, variation: PoolVariation | None
+    ) -> tuple[str, str]:
+        """Return the canonical texts of the declaration in force, and of another or the same with a variation.
 
         Raises:
             NotFoundError: The fleet was never applied.
@@ -116,7 +118,8 @@ class FleetControl:
         if variation is not None:
             declaration = dump_fleet(variation.apply(old))
         new = parse_remote_change(declaration or "", _DECLARATION, old)
-        return dump_fleet(msgspec.structs.replace(new, fleet=self.name))
+        present, declared = (msgspec.structs.replace(each, fleet=self.name) for each in (old, new))
+        return dump_fleet(present), dump_fleet(declared)
 
     def apply_change(self, declaration: str, after: int, reason: str, actor: str) -> int:
         """Put a declaration in YAML or JSON in force, and return the number of the new revision.

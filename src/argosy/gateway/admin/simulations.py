@@ -5,6 +5,7 @@ Each run is a process of its own with bounds (`SimulationRunner`), and ends when
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from typing import Annotated
 
@@ -50,17 +51,20 @@ async def forecast_fleet_change(scope: AdminScope, request: AdminRequest) -> Cha
         raise ApiError(400, "invalid_value", "Give either `declaration` or `variation`.")
     prepare = partial(fleet.prepare_forecast, body.declaration, body.variation)
     async with scope.limiter.slot(request.principal):
-        declaration = await run_in_daemon_thread(prepare)
+        present, declared = await run_in_daemon_thread(prepare)
     store = scope.config.store
-    answer = await scope.simulations.run(
-        (
-            *("argosy.cli", "twin", "plan", "/dev/stdin", "--json"),
-            *("--since", f"{body.since_s}s", "--seeds", str(body.seeds)),
-        ),
-        declaration.encode(),
-        request.actor,
-        (None if store is None else store.url) or default_store_url(),
-    )
+    with tempfile.NamedTemporaryFile() as file:  # the fleet of `argosy serve` is in no store
+        file.write(present.encode())
+        file.flush()
+        answer = await scope.simulations.run(
+            (
+                *("argosy.cli", "twin", "plan", "/dev/stdin", "--json", "--present", file.name),
+                *("--since", f"{body.since_s}s", "--seeds", str(body.seeds)),
+            ),
+            declared.encode(),
+            request.actor,
+            (None if store is None else store.url) or default_store_url(),
+        )
     return msgspec.json.decode(answer, type=ChangeForecast)
 
 
