@@ -101,7 +101,7 @@ def test_family_matches_transformers(create_reference: Callable[..., Reference],
     assert reference.continues(prompt, *driver.greedy([prompt], 6))
     assert_batch_independent(driver)
     batch = replace(driver.batch([("no logits", [1, 2])]), logit_index=torch.empty(0).long())
-    assert decoder.forward(batch, decoder.create_attention(128, 16)).shape == (0, VOCAB)
+    assert decoder.forward(batch, decoder.create_attention(1024, 16)).shape == (0, VOCAB)
     num_parameters = sum(parameter.numel() for parameter in reference.model.parameters())
     assert decoder.architecture.num_parameters == num_parameters
 
