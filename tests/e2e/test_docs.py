@@ -101,9 +101,8 @@ NOT_RUN = {
         "argosy twin run benchmarks/scenarios/chaos.yaml --seeds 1000": "takes minutes",
         "argosy twin run scenario.yaml --set faults=[]": "takes minutes",
         "argosy twin plan": "needs a fleet in the store, as tests/unit/twin/test_change_forecast.py has",
-        "argosy serve --step-log": "needs load, as tests/integration/test_twin_live.py sends",
+        "mkdir -p steps": "needs load, as tests/integration/test_twin_live.py sends",
         "argosy twin fit": "needs the log of an engine, as tests/unit/twin/test_twin.py has",
-        "argosy twin run scenario.yaml prices.yaml": "needs its prices",
     },
 }
 """Reason why the commands and programs of a page that begin like this are not run."""
