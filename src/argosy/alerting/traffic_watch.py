@@ -176,7 +176,7 @@ class TrafficWatch:
         try:
             accepted = await run_in_daemon_thread(self._read_accepted)
         except (StoreError, ValueError) as error:
-            log.warning("traffic_versions_unreadable", reason=str(error))
+            self._store_problem.report("traffic_versions_unreadable", str(error))
             return
         for each in accepted:
             if each.at > now - ACCEPTED_S:

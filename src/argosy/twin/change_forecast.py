@@ -392,7 +392,8 @@ def _largest(figures: Sequence[ForecastFigure]) -> tuple[float, str]:
     figure = max(changed, key=_ratio)
     if figure.present is None:
         raise AssertionError(figure.name)
-    verb = "rises" if figure.declared.mean > figure.present.mean else "falls"
+    verb = "rise" if figure.declared.mean > figure.present.mean else "fall"
+    verb += "" if figure.name.endswith("s") else "s"  # failures and replicas
     before, after = (show_value(figure, each.mean) for each in (figure.present, figure.declared))
     return _ratio(figure), f"{figure.name} {verb} from {before} to {after}."
 
